@@ -123,8 +123,11 @@ class Listener:
             raise ConfigError(
                 f"the listener {_name(function)} has a yield, so a call would not run it; use a function without yield"
             )
-        takes, keywords = _positional_parameters(function), _required_keywords(function)
-        if keywords:
+        parameters = _parameters(function)
+        takes = None if parameters is None else _positional_parameters(parameters)
+        if keywords := [
+            each.name for each in parameters or () if each.kind is each.KEYWORD_ONLY and each.default is each.empty
+        ]:
             raise ConfigError(
                 f"the listener {_name(function)} needs the keyword argument {keywords[0]!r}, which it does not get; "
                 "give it a default"
@@ -147,16 +150,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-def _required_keywords(function: Callable[..., Any]) -> list[str]:
-    parameters = _parameters(function) or []
-    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
-
-
-def _positional_parameters(function: Callable[..., Any]) -> tuple[int, int, bool] | None:
+def _positional_parameters(parameters: list[inspect.Parameter]) -> tuple[int, int, bool]:
     """Return the required and the largest number of positional arguments, and whether the second one is the context."""
-    parameters = _parameters(function)
-    if parameters is None:
-        return None
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     needed = sum(each.default is each.empty for each in positional)
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):

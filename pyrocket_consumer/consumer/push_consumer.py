@@ -252,9 +252,12 @@ class _BaseConsumer(NotCopied):
         if self._lifecycle.has_begun:
             raise ClientClosed(f"{self!r} cannot be started again; make a new one")
 
-    def _check_started(self) -> None:
+    def _check_not_forked(self) -> None:
         if self._lifecycle.is_forked:
             raise ClientClosed("this consumer was started before a fork; make a new one in the child process")
+
+    def _check_started(self) -> None:
+        self._check_not_forked()
         if not self._lifecycle.has_begun:
             raise ClientClosed(f"{self!r} is not started; call start() before join(), or use `with`")
         if not self._subscriptions and not self._missed_subscription and self._lifecycle.member is not None:
@@ -263,13 +266,12 @@ class _BaseConsumer(NotCopied):
             self._lifecycle.member.context.emit(EventKind.NOTHING_SUBSCRIBED, text, level=logging.WARNING)
 
     def _running_member(self) -> GroupMember:
-        lifecycle = self._lifecycle
-        if lifecycle.is_forked:
-            raise ClientClosed("this consumer was started before a fork; make a new one in the child process")
+        member = self._lifecycle.member
+        self._check_not_forked()
         self._raise_failure()
-        if lifecycle.member is None or lifecycle.member.state is not ConsumerState.RUNNING:
+        if member is None or member.state is not ConsumerState.RUNNING:
             raise ClientClosed(f"{self!r} is not running; call start() first, and after close() create a new one")
-        return lifecycle.member
+        return member
 
     def _subscribable_member(self) -> GroupMember:
         """Return the member, even while it starts, because topics subscribed to meanwhile are consumed, too."""

@@ -255,7 +255,9 @@ class HeldQueue:
             return False
         except RocketError as error:
             text = f"the start offset of {queue} is not known or not stored yet: {error}"
-            context.emit_throttled(_event_kind_of(error), text, queue)
+            is_database = isinstance(error, DatabaseError)
+            kind = EventKind.STORE_UNREACHABLE if is_database else EventKind.BROKER_UNREACHABLE
+            context.emit_throttled(kind, text, queue)
             if not storing:  # else keep the lock: the broker may still execute the commit, and another member
                 # that has begun by then would find its offset overwritten
                 await self._unlock()
@@ -559,7 +561,3 @@ async def move_together(targets: Mapping[HeldQueue, int], reason: str, store: Ca
 
 
 _DISCARDED = "uncommitted offsets are discarded"
-
-
-def _event_kind_of(error: RocketError) -> EventKind:
-    return EventKind.STORE_UNREACHABLE if isinstance(error, DatabaseError) else EventKind.BROKER_UNREACHABLE

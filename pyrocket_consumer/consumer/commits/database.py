@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any, TypeVar
 
 from pyrocket_consumer.cluster import Cluster
@@ -35,7 +33,10 @@ DATABASE_CALL_TIMEOUT_S = 30.0
 """How long to wait for a call of the database. No other call begins until it has returned."""
 
 STORE_CHECK_EVERY_S = 5.0
-"""How often to check the claims, so that a reset in the database reaches queues without messages, too."""
+"""How often to check the claims, so that a reset in the database reaches queues without messages, too.
+
+The inbox is tidied as often, not each time that one of thousands of queues ends.
+"""
 
 LOST_CLAIM_S = 300.0
 """How long a lost claim is remembered after the last try to claim its queue again. Later it may be out of date."""
@@ -67,7 +68,7 @@ class DatabaseCommits(Commits, ClaimHolder):
         self._running_call: asyncio.Future[Any] | None = None
         self._call_deadline = 0.0
         self._reported_topics: set[str] = set()
-        self._to_claim: deque[tuple[CommitRecord, asyncio.Future[Claim | None]]] = deque()
+        self._to_claim: list[tuple[CommitRecord, asyncio.Future[Claim | None]]] = []
         self._claiming: asyncio.Task[None] | None = None
         self._published = BrokerCommits(cluster, group)
         self._publishing: asyncio.Task[object] | None = None
@@ -164,9 +165,8 @@ class DatabaseCommits(Commits, ClaimHolder):
     async def _claim_waiting(self) -> None:
         """Claim the waiting queues. Those that arrive during a claim are claimed together next, to save round trips."""
         while self._to_claim:
-            waiting = dict(islice(self._to_claim, MAX_CLAIMED_TOGETHER))
-            for _ in waiting:
-                self._to_claim.popleft()
+            waiting = dict(self._to_claim[:MAX_CLAIMED_TOGETHER])
+            del self._to_claim[:MAX_CLAIMED_TOGETHER]
             try:
                 # If the row of one is locked, claim each queue by itself, because the others must not wait for it.
                 if not await self._claim_together(waiting):
@@ -271,9 +271,9 @@ class DatabaseCommits(Commits, ClaimHolder):
             except RocketError as error:
                 failed[record.queue] = error
         try:
-            await self._run("tidying the inbox", self._store.tidy, self._group)
             if self._loop.time() >= self._next_check_at:  # a queue without messages learns of a lost claim only here
                 self._next_check_at = self._loop.time() + STORE_CHECK_EVERY_S
+                await self._run("tidying the inbox", self._store.tidy, self._group)
                 claims = [record.claim for record in self._claimed.values() if record.claim is not None]
                 for claim in await self._run("looking at claims", self._store.fenced_among, self._group, claims):
                     self._lose_claim(claim)

@@ -146,7 +146,8 @@ class Retries:
         window, message = send_back.window, send_back.message
         try:
             if self._context.config.broadcasting:
-                self._skip(window, message)
+                window.ack([message])
+                self._report_given_up(window, message, "a broadcasting group has no retry, so it counts as consumed")
             else:
                 await self._return_to_broker(send_back)
         finally:
@@ -231,10 +232,6 @@ class Retries:
         facts = {"offset": message.queue_offset, "attempt": message.reconsume_times + 1}
         text = "will be redelivered"
         self._context.emit(EventKind.MESSAGE_SENT_BACK, text, window.queue, facts, level=logging.DEBUG)
-
-    def _skip(self, window: ProcessQueue, message: Message) -> None:
-        window.ack([message])
-        self._report_given_up(window, message, "a broadcasting group has no retry, so it counts as consumed")
 
     def _report_given_up(self, window: ProcessQueue, message: Message, what: str) -> None:
         self._counts.sent_back(window.queue.topic, 1)

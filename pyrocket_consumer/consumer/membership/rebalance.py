@@ -79,24 +79,21 @@ class Rebalance:
         """Hold rounds until cancelled."""
         wanted = self._context.rebalance_wanted
         try:
-            await self._hold_rounds(wanted)
+            while True:
+                began = self._context.loop.time()
+                wanted.clear()
+                self._rounds_begun += 1
+                pause_s = await self.round()
+                self._rounds_ended = self._rounds_begun
+                self._changed.set()
+                try:
+                    async with asyncio.timeout(pause_s):
+                        await wanted.wait()
+                except TimeoutError:
+                    continue
+                await asyncio.sleep(began + MIN_ROUND_INTERVAL_S - self._context.loop.time())
         finally:
             self._strategy_thread.shutdown()
-
-    async def _hold_rounds(self, wanted: asyncio.Event) -> None:
-        while True:
-            began = self._context.loop.time()
-            wanted.clear()
-            self._rounds_begun += 1
-            pause_s = await self.round()
-            self._rounds_ended = self._rounds_begun
-            self._changed.set()
-            try:
-                async with asyncio.timeout(pause_s):
-                    await wanted.wait()
-            except TimeoutError:
-                continue
-            await asyncio.sleep(began + MIN_ROUND_INTERVAL_S - self._context.loop.time())
 
     async def wait_until_begun(self, timeout_s: float) -> list[str]:
         """Wait until a round has ended and all queues have begun. Return the queues, or topics, that have not."""

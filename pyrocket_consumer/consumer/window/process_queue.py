@@ -55,7 +55,7 @@ class MemoryBudget:
         self._loop = loop
         self._idle = idle
         self._lock = threading.Lock()
-        self._held = 0
+        self.held = 0  # the bytes of all windows
         self._expected = 0
         self._arrived = 0  # bytes of responses that no window has yet; part of _expected
         self._waiting: dict[ProcessQueue, int] = {}  # empty windows in their order, with the bytes that they expect
@@ -66,16 +66,11 @@ class MemoryBudget:
 
     def __repr__(self) -> str:
         return (
-            f"MemoryBudget({self._held} of {self._limit} held, {self._expected} expected, {len(self._waiting)} waiting)"
+            f"MemoryBudget({self.held} of {self._limit} held, {self._expected} expected, {len(self._waiting)} waiting)"
         )
 
-    @property
-    def held(self) -> int:
-        """How many bytes the windows hold."""
-        return self._held
-
     def _left(self) -> int:
-        return self._limit - self._held - self._expected
+        return self._limit - self.held - self._expected
 
     def may_pull(self, held: int) -> bool:
         """Return whether to wake a window that holds `held` bytes and waits.
@@ -106,7 +101,7 @@ class MemoryBudget:
 
     def may_unpack(self, held: int) -> bool:
         """Return whether a window that holds `held` bytes may unpack an inner batch of unknown size."""
-        return self._held < self._limit or (not held and self._idle())
+        return self.held < self._limit or (not held and self._idle())
 
     def accept(self, window: ProcessQueue, expected: int, size: int) -> bool:
         """Return whether a response of `size` bytes is accepted; count its size in place of `expected` until `settle`.
@@ -114,7 +109,7 @@ class MemoryBudget:
         If no memory is left, the pull must be sent again later.
         """
         with self._lock:
-            if self._held + self._arrived >= self._limit and not window.is_over_limit:
+            if self.held + self._arrived >= self._limit and not window.is_over_limit:
                 return False
             self._expected += size - expected
             self._arrived += size
@@ -123,12 +118,12 @@ class MemoryBudget:
     def add(self, size: int) -> None:
         """Count bytes that a window has begun to hold."""
         with self._lock:
-            self._held += size
+            self.held += size
 
     def free(self, size: int) -> list[ProcessQueue]:
         """Count bytes that a window holds no longer."""
         with self._lock:
-            self._held -= size
+            self.held -= size
             return self._grant_waiting()
 
     def settle(self, window: ProcessQueue, expected: int, arrived: int) -> list[ProcessQueue]:
@@ -183,7 +178,7 @@ class MemoryBudget:
                     del self._short_of_memory[window]
             elif is_idle and (not self._over_limit or now >= self._next_over_limit_at):
                 woken = [window := self._grant_next()]
-                if self._held >= self._limit:
+                if self.held >= self._limit:
                     self._over_limit += not window.is_over_limit
                     window.is_over_limit = True
                     self._next_over_limit_at = now + OVER_LIMIT_EVERY_S
@@ -282,7 +277,7 @@ class ProcessQueue:
         self._bytes = 0
         self._waiting_for = 0  # the number of messages for which there is no space yet
         self._is_short_of_memory = False  # waits for bytes, which other windows may free
-        self._finished = 0
+        self.finished = 0  # the number of messages that were consumed
 
     def __repr__(self) -> str:
         state = "fenced" if self.fenced else "dropped" if self.dropped else "open"
@@ -349,7 +344,7 @@ class ProcessQueue:
                 return
             window = self._window
             self._count -= finished
-            self._finished += finished
+            self.finished += finished
             if window[0]._done:
                 held, popleft = len(window), window.popleft
                 popleft()
@@ -442,11 +437,6 @@ class ProcessQueue:
         """Return how many messages are unfinished, their bytes, and the oldest of them."""
         with self._lock:
             return self._count, self._bytes, self._window[0] if self._window else None
-
-    @property
-    def finished(self) -> int:
-        """How many messages were consumed through this window."""
-        return self._finished
 
     def cached_range(self) -> tuple[int, int]:
         """Return the lowest and highest offset held, 0 and 0 when empty."""
