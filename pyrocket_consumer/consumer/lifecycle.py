@@ -28,8 +28,7 @@ from pyrocket_consumer.model import ConsumerEvent, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets, OffsetStore
 from pyrocket_consumer.offsets.base import Transferable
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.io_thread import IoCall, IoThread, SerialExecutor
-from pyrocket_consumer.transport.latch import Latch
+from pyrocket_consumer.transport.io_thread import IoCall, IoThread, Latch, SerialExecutor
 
 log = logger("consumer")
 

@@ -47,8 +47,7 @@ from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.protocol.subscription import check_expression, parse_subscription
 from pyrocket_consumer.text import safe_repr
-from pyrocket_consumer.transport.io_thread import IoCall
-from pyrocket_consumer.transport.latch import Latch
+from pyrocket_consumer.transport.io_thread import IoCall, Latch
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from pyrocket_consumer.protocol.compression import compress
 from pyrocket_consumer.protocol.message import BatchItem, encode_batch
 from pyrocket_consumer.protocol.properties import PropertyName, encode_properties
 from pyrocket_consumer.transport.forks import renew_locks_in_children
-from pyrocket_consumer.transport.latch import ThreadFuture
+from pyrocket_consumer.transport.io_thread import ThreadFuture
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from pyrocket_consumer.text import logger, safe_repr
-from pyrocket_consumer.transport.latch import Latch, ThreadFuture
+from pyrocket_consumer.transport.io_thread import Latch, ThreadFuture
 
 log = logger("producer")
 

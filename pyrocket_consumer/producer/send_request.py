@@ -19,7 +19,7 @@ from pyrocket_consumer.protocol.command import SendMessageHeader, SendMessageRes
 from pyrocket_consumer.protocol.frame import MAX_HEADER_BYTES, ONEWAY_FLAG, RemotingCommand, prepare_header
 from pyrocket_consumer.text import truncate
 from pyrocket_consumer.transport.connection import Connection
-from pyrocket_consumer.transport.latch import Latch
+from pyrocket_consumer.transport.io_thread import Latch
 
 LaneKey = tuple[str, MessageQueue | str]
 """Messages with the same key stay in order: the topic, and the queue or the sharding key."""

@@ -20,7 +20,7 @@ from pyrocket_consumer.producer.send_future import CallbackThread
 from pyrocket_consumer.producer.send_request import Flush, SendRequest
 from pyrocket_consumer.protocol.ids import UniqueIds
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.latch import Latch
+from pyrocket_consumer.transport.io_thread import Latch
 
 with contextlib.suppress(RuntimeError):  # the main thread has ended, and Python accepts no more executors
     import concurrent.futures.thread  # noqa: F401 - see _flush_at_exit

@@ -25,7 +25,7 @@ from pyrocket_consumer.protocol.ids import parse_offset_message_id
 from pyrocket_consumer.protocol.message import Message, decode_message
 from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.latch import ThreadFuture
+from pyrocket_consumer.transport.io_thread import ThreadFuture
 
 log = logger("producer")
 

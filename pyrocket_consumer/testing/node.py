@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
+from typing import TYPE_CHECKING, cast
 
 from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.protocol.codes import ResponseCode
-from pyrocket_consumer.protocol.frame import JSON_HEADER, RemotingCommand, encode_command
+from pyrocket_consumer.protocol.frame import JSON_HEADER, FrameBuffer, RemotingCommand, encode_command
 from pyrocket_consumer.testing.config import Release
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.testing.server import Server
 
 
 class Clock:
@@ -56,25 +62,24 @@ OnResponse = Callable[[RemotingCommand | None], None]
 """Called once with a client's response, or with None after a timeout or the end of the connection."""
 
 
-class Connection:
-    """Sends responses and the node's own requests to one client. Everything runs on the node's loop.
+_LINGER_ZERO = struct.pack("ii", 1, 0)  # close() sends RST at once and forgets what is unsent
 
-    `write` takes bytes and must not block; `close(abrupt)` ends the connection.
-    """
 
-    def __init__(
-        self,
-        address: str,
-        loop: asyncio.AbstractEventLoop,
-        write: Callable[[bytes], None],
-        close: Callable[[bool], None],
-    ) -> None:
-        self.address = address
-        self.write = write
-        self.close = close
-        self.open = True
+class Connection(asyncio.BufferedProtocol):
+    """One accepted connection: requests of a client, and the node's own requests to it. Everything runs on the loop."""
+
+    address: str
+
+    def __init__(self, server: Server) -> None:
+        self.open = False
         self.diverted: dict[int, Callable[[RemotingCommand], None]] = {}  # by opaque, for faults
-        self._loop = loop
+        self.last_active_s = 0.0
+        self._server = server
+        self._loop = server.clock.loop
+        self._frames = FrameBuffer()
+        self._transport: asyncio.Transport | None = None
+        self._out: list[bytes] | None = None  # collects the output of commands being handled, to send it together
+        self._random = server.random_for_connection()  # chooses the order of requests
         self._opaques = count(1)
         self._waiting: dict[int, tuple[OnResponse, asyncio.TimerHandle]] = {}
 
@@ -100,26 +105,108 @@ class Connection:
             on_response(None)
             return
         opaque = command.opaque = next(self._opaques)
-        timer = self._loop.call_later(timeout_s, self._resolve, opaque, None)
+        timer = self._loop.call_later(timeout_s, self.resolve, opaque, None)
         self._waiting[opaque] = on_response, timer
         self.write(encode_command(command))
 
-    def receive_response(self, response: RemotingCommand) -> None:
-        """Resolve the call that waits for a client's response. Ignore a late response."""
-        self._resolve(response.opaque, response)
-
-    def _resolve(self, opaque: int, response: RemotingCommand | None) -> None:
+    def resolve(self, opaque: int, response: RemotingCommand | None) -> None:
+        """End the call with this opaque with a client's response, or None. Ignore a late response."""
         if (waiting := self._waiting.pop(opaque, None)) is not None:
             on_response, timer = waiting
             timer.cancel()
             on_response(response)
 
-    def lost(self) -> None:
-        """Mark the connection as ended: stop sending, and end waiting calls without a response."""
+    # --- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self.address, self.open = f"{peer[0]}:{peer[1]}", True
+        self.last_active_s = self._loop.time()
+        self._server.connected(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.connections.pop(self, None)
         self.open = False
         self.diverted.clear()
         for opaque in list(self._waiting):
-            self._resolve(opaque, None)
+            self.resolve(opaque, None)
+        self._server.node.lost(self)
+        self._server.changes.notify()
+
+    def fileno(self) -> int:
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        return -1 if sock is None else int(sock.fileno())
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._frames.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.last_active_s = self._loop.time()
+        try:
+            commands = self._frames.read_commands(nbytes)
+        except ProtocolError:
+            self.close(False)  # as real servers, which do not respond to bytes that are not frames
+            return
+        if self._server.side_by_side_s:
+            self._handle_out_of_order(commands)
+        else:
+            self._received(commands)
+
+    def _handle_out_of_order(self, commands: Iterable[RemotingCommand]) -> None:
+        """Start requests one by one, in another order. Handle responses immediately."""
+        for command in commands:
+            if command.is_response:
+                self._received([command])
+            else:
+                begin_s = self.last_active_s + self._random.uniform(0, self._server.side_by_side_s)
+                self._loop.call_at(begin_s, self._received_if_open, command)
+
+    def _received_if_open(self, command: RemotingCommand) -> None:
+        # A request is lost with its connection. Real brokers execute it anyway. A heartbeat that they handle after
+        # its member has left keeps its queues from the other members for two minutes.
+        if self.open:
+            self._received([command])
+
+    def _received(self, commands: Iterable[RemotingCommand]) -> None:
+        out: list[bytes] = []
+        self._out = out
+        try:
+            for command in commands:
+                if self._transport is None or self._transport.is_closing():
+                    break  # a fault closed the connection, so later bytes never arrived
+                self._server.received(self, command)
+        finally:
+            self._out = None
+            if out and self.open:
+                self._send(out[0] if len(out) == 1 else b"".join(out))
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, without waiting."""
+        if self._out is not None:
+            self._out.append(data)
+        else:
+            self._send(data)
+
+    def _send(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+            self.last_active_s = self._loop.time()
+
+    def close(self, abrupt: bool) -> None:
+        """End the connection. With `abrupt`, reset it."""
+        transport = self._transport
+        if transport is None:
+            return
+        if abrupt:
+            if (sock := transport.get_extra_info("socket")) is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
+            transport.abort()
+        elif not transport.is_closing():  # a second close() of a TLS transport makes abort() fail
+            if self._out:  # responses before the close are still sent
+                transport.write(b"".join(self._out))
+                self._out.clear()
+            transport.close()
 
 
 class Refused(Exception):

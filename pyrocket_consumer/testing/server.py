@@ -10,21 +10,20 @@ import linecache
 import random
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from inspect import iscoroutine
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from pyrocket_consumer.config import check_int, check_range
-from pyrocket_consumer.errors import ConfigError, ProtocolError
+from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.protocol.codes import request_name
-from pyrocket_consumer.protocol.frame import FrameBuffer, RemotingCommand
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing.config import LONGEST_S
 from pyrocket_consumer.testing.faults import Exchange, Faults, apply_fault
 from pyrocket_consumer.testing.node import Clock, Connection, Node, Timer
@@ -146,9 +145,6 @@ class RequestLog:
         return found
 
 
-_LINGER_ZERO = struct.pack("ii", 1, 0)  # close() sends RST at once and forgets what is unsent
-
-
 class Server:
     """Serves `node` on one port of the loopback, from open() to close(); may be opened again.
 
@@ -187,7 +183,6 @@ class Server:
         self._accepted = count()
         self._idle_timeout_s = idle_timeout_s
         self._idle_check = Timer(clock, lambda: max(idle_timeout_s / 8, 0.05), self._close_idle)
-        self._protocols: dict[_ServerProtocol, None] = {}
         self._opening = asyncio.Lock()
         self._listener: asyncio.Server | None = None
         self.host, self.port = host, port
@@ -223,7 +218,7 @@ class Server:
                 if self._reserved is not None:
                     endpoint = {"sock": self._bound()}
                 self._listener = await self.clock.loop.create_server(
-                    lambda: _ServerProtocol(self), **endpoint, ssl=self._tls, backlog=512
+                    lambda: Connection(self), **endpoint, ssl=self._tls, backlog=512
                 )
                 self._idle_check.start()
 
@@ -259,17 +254,17 @@ class Server:
 
     def _close_idle(self) -> None:
         oldest = self.clock.monotonic_s() - self._idle_timeout_s
-        for protocol in list(self._protocols):
-            if protocol.last_active_s < oldest:
-                protocol.connection.close(False)
+        for connection in list(self.connections):
+            if connection.last_active_s < oldest:
+                connection.close(False)
 
-    # --- calls of the protocols --------------------------------------------------------------------------------------
+    # --- called by the connections
 
-    def connected(self, protocol: _ServerProtocol) -> None:
-        self._protocols[protocol] = None
-        self.connections[protocol.connection] = None
+    def connected(self, connection: Connection) -> None:
+        close_in_children(connection)  # because their copies would keep it open
+        self.connections[connection] = None
         if not self.is_open:  # it was accepted just before the listener closed
-            protocol.connection.close(True)
+            connection.close(True)
         self.changes.notify()
 
     def random_for_connection(self) -> random.Random:
@@ -278,7 +273,7 @@ class Server:
 
     def received(self, connection: Connection, command: RemotingCommand) -> None:
         if command.is_response:
-            connection.receive_response(command)
+            connection.resolve(command.opaque, command)
             self.changes.notify()
             return
         at_s = self.clock.monotonic_s()
@@ -305,108 +300,3 @@ class Server:
             answer = command.make_response(1, f"{type(error).__name__}: {error}")
         if answer is not None:
             connection.respond(command, answer)
-
-    def lost(self, protocol: _ServerProtocol) -> None:
-        self._protocols.pop(protocol, None)
-        self.connections.pop(protocol.connection, None)
-        protocol.connection.lost()
-        self.node.lost(protocol.connection)
-        self.changes.notify()
-
-
-class _ServerProtocol(asyncio.BufferedProtocol):
-    """One accepted connection."""
-
-    connection: Connection
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._frames = FrameBuffer()
-        self._transport: asyncio.Transport | None = None
-        self._out: list[bytes] | None = None  # collects the output of commands being handled, to send it together
-        self._random = server.random_for_connection()  # chooses the order of requests
-        self.last_active_s = 0.0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        address = f"{peer[0]}:{peer[1]}"
-        self.connection = Connection(address, self._server.clock.loop, self._write, self._close)
-        self.last_active_s = self._server.clock.monotonic_s()
-        close_in_children(self)  # because their copies would keep it open
-        self._server.connected(self)
-
-    def fileno(self) -> int:
-        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
-        return -1 if sock is None else int(sock.fileno())
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._frames.space()
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.last_active_s = self._server.clock.monotonic_s()
-        try:
-            commands = self._frames.read_commands(nbytes)
-        except ProtocolError:
-            self._close(False)  # as real servers, which do not respond to bytes that are not frames
-            return
-        if self._server.side_by_side_s:
-            self._handle_out_of_order(commands)
-        else:
-            self._received(commands)
-
-    def _handle_out_of_order(self, commands: Iterable[RemotingCommand]) -> None:
-        """Start requests one by one, in another order. Handle responses immediately."""
-        for command in commands:
-            if command.is_response:
-                self._received([command])
-            else:
-                begin_s = self.last_active_s + self._random.uniform(0, self._server.side_by_side_s)
-                self._server.clock.loop.call_at(begin_s, self._received_if_open, command)
-
-    def _received_if_open(self, command: RemotingCommand) -> None:
-        # A request is lost with its connection. Real brokers execute it anyway. A heartbeat that they handle after
-        # its member has left keeps its queues from the other members for two minutes.
-        if self.connection.open:
-            self._received([command])
-
-    def _received(self, commands: Iterable[RemotingCommand]) -> None:
-        out: list[bytes] = []
-        self._out = out
-        try:
-            for command in commands:
-                if self._transport is None or self._transport.is_closing():
-                    break  # a fault closed the connection, so later bytes never arrived
-                self._server.received(self.connection, command)
-        finally:
-            self._out = None
-            if out and self.connection.open:
-                self._send(out[0] if len(out) == 1 else b"".join(out))
-
-    def _write(self, data: bytes) -> None:
-        if self._out is not None:
-            self._out.append(data)
-        else:
-            self._send(data)
-
-    def _send(self, data: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
-            self.last_active_s = self._server.clock.monotonic_s()
-
-    def _close(self, abrupt: bool) -> None:
-        transport = self._transport
-        if transport is None:
-            return
-        if abrupt:
-            if (sock := transport.get_extra_info("socket")) is not None:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
-            transport.abort()
-        elif not transport.is_closing():  # a second close() of a TLS transport makes abort() fail
-            if self._out:  # responses before the close are still sent
-                transport.write(b"".join(self._out))
-                self._out.clear()
-            transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._server.lost(self)

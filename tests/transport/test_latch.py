@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pyrocket_consumer.transport.latch import Latch, ThreadFuture
+from pyrocket_consumer.transport.io_thread import Latch, ThreadFuture
 
 
 def test_a_waiter_on_a_loop_that_has_ended_disturbs_no_other():
