@@ -73,6 +73,7 @@ TRANSITIONS = {
     (QueueState.CHECKING, QueueEvent.END): QueueState.ENDING,
     (QueueState.CHECKING, QueueEvent.RELEASE): QueueState.FREE,
     (QueueState.MOVING, QueueEvent.OPEN): QueueState.CONSUMING,
+    (QueueState.MOVING, QueueEvent.MOVE): QueueState.MOVING,  # no window was opened, because the member closes
     (QueueState.MOVING, QueueEvent.END): QueueState.ENDING,
     (QueueState.MOVING, QueueEvent.RELEASE): QueueState.FREE,
     (QueueState.ENDING, QueueEvent.RELEASE): QueueState.FREE,
@@ -213,7 +214,7 @@ class HeldQueue:
 
         async with self.lock:
             if self.state is not QueueState.FREE or not is_wanted():
-                return True
+                return self.state is not QueueState.ENDING  # a call from before still runs; begin later
             self._change(QueueEvent.BEGIN)
             try:
                 return await self._begin(is_new, is_wanted)
@@ -394,14 +395,14 @@ class HeldQueue:
         context, commits, commit, window = self._parts.context, self._parts.commits, self.commit, self.window
         assert window is not None
         async with self.lock:
-            if not self.is_held:
+            if self.window is not window:  # another member has taken it; it may even have begun again here
                 return
             self._stop()
             # Store the finished messages before the wait, because the next owner may begin during it.
             await commits.persist([commit])
         await self._wait_for_calls()
         async with self.lock:
-            if self._is(QueueState.FREE):  # another member has taken it meanwhile
+            if self.window is not window:  # as above
                 return
             is_running = self._parts.calls.running(window) > 0
             final = self.fence()
@@ -514,7 +515,7 @@ class HeldQueue:
                 await self.end_and_reassign("its broker was down, and now has another log")
 
     def _is_newest(self, check: object) -> bool:
-        return self._check is check
+        return self.state is QueueState.CHECKING and self._check is check
 
     # --- progress
 

@@ -246,7 +246,7 @@ class DatabaseCommits(Commits, ClaimHolder):
         self, records: Iterable[CommitRecord], *, until: float | None = None
     ) -> dict[MessageQueue, RocketError]:
         claimed = [record for record in records if record.claim is not None]
-        behind = {record: offset for record in claimed if (offset := _unstored(record)) is not None}
+        behind = [record for record in claimed if _unstored(record) is not None]
         failed: dict[MessageQueue, RocketError] = {}
         if claimed:
             persisting = self._loop.create_task(self._persist(behind))
@@ -259,10 +259,11 @@ class DatabaseCommits(Commits, ClaimHolder):
         await self._publish(claimed, until)
         return failed
 
-    async def _persist(self, offsets: Mapping[CommitRecord, int]) -> dict[MessageQueue, RocketError]:
+    async def _persist(self, records: Iterable[CommitRecord]) -> dict[MessageQueue, RocketError]:
         failed: dict[MessageQueue, RocketError] = {}
-        for record, offset in offsets.items():
-            if (claim := record.claim) is None:
+        for record in records:
+            claim, offset = record.claim, _unstored(record)  # now: the queue may have moved while others were stored
+            if claim is None or offset is None:
                 continue
             try:
                 await self._run(f"storing {offset} of {record.queue}", self._store.persist, claim, offset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from pyrocket_consumer.consumer.context.statistics import Counts
 from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.errors import RequestTimeout
 from pyrocket_consumer.model import MessageQueue
+from tests.for_each import for_each
 
 QUEUE, START, TARGET = MessageQueue("orders", "a", 0), 5, 2
 
@@ -29,6 +31,8 @@ class Member(Commits):
         config = ConsumerConfig(group="app", name_server="a:1", orderly=True)
         self.parent = MemberContext(config, SimpleNamespace(loop=loop, client_id="me"))  # type: ignore[arg-type]
         self.parent.subscriptions["orders"] = object()  # type: ignore[assignment]
+        self.failures: list[BaseException] = []
+        self.parent.member.unexpected_error = lambda what, error: self.failures.append(error)  # type: ignore[method-assign]
         self.stored: list[int] = []
         self.store_gate, self.log_gate = asyncio.Event(), asyncio.Event()
         self.calls = 0
@@ -191,6 +195,57 @@ async def test_each_step_in_each_state(state, step):
         assert queue.window.may_consume()
     else:
         assert queue.commit.current() is None
+
+
+async def begin(member: Member) -> None:
+    await member.begin()
+
+
+async def member_closes(member: Member) -> None:
+    member.parent.closing = True
+    await asyncio.sleep(0)
+
+
+ALL_STEPS = [begin, move, end, lose_lock, lose_claim, recheck, member_closes]
+
+
+@for_each("second", ALL_STEPS)
+@pytest.mark.parametrize("first", ALL_STEPS)
+@pytest.mark.parametrize("state", QueueState)
+async def test_steps_that_meet(state, first, second):
+    """The third step begins together with the responses that the others wait for."""
+    for third, wait_s in itertools.product([begin, end], [0.0, 30.0]):
+        member = Member()
+        await member.reach(state)
+        running = []
+        for step in (first, second):
+            running.append(asyncio.ensure_future(step(member)))
+            await asyncio.sleep(wait_s)
+        running.append(asyncio.ensure_future(third(member)))
+        member.open_gates()
+        await asyncio.gather(*running)
+        await asyncio.sleep(40)
+        queue, names = member.queue, (third.__name__, wait_s)
+        assert member.failures == [], names
+        if member.parent.closing:
+            continue
+        assert queue.state in (F, C), names
+        assert (queue.window is None) == (queue.state is F), names
+        assert queue.state is F or queue.window.may_consume(), names
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["still held", "lost meanwhile"])
+async def test_a_queue_that_is_wanted_again_while_its_call_runs_begins_soon(lost):
+    member = Member()
+    await member.reach(QueueState.ENDING)
+    assert await member.begin() is False, "the rebalance tries again"
+    if lost:
+        await lose_lock(member)
+        assert await member.begin() is True
+        member.open_gates()
+        await member.end_task
+        assert member.queue.state is C, "the end of the former window does not end this one"
+        assert member.queue.window.may_consume()
 
 
 async def test_late_acknowledgements_change_nothing_after_a_step():
