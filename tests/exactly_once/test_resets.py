@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import create_engine, text
 
-from pyrocket_consumer import ConsumeResult
+from pyrocket_consumer import ConsumeResult, Message
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from tests.consuming import WAIT_S, RecordingListener, consuming
-from tests.exactly_once.booking import billing, consumed, send, until_all, until_at
+from tests.exactly_once.booking import billing, consumed, consuming_own, send, until_all, until_at
 from tests.exactly_once.ledgers import BODIES, GROUP, TOPIC, every_database, offsets_driven, once
 from tests.pages import DOCS, blocks
 from tests.resets import held, queue
@@ -135,6 +135,38 @@ def test_a_reset_of_a_queue_another_has_claimed_does_nothing(embedded, ledger, e
         embedded.wait_until(lambda: len(ledger.rows()) >= 110)
     assert [each.queue.topic for each in events.of("queue-fenced")] == [TOPIC]
     assert {body for body, times in ledger.bodies().items() if times == 2} == set(BODIES[90:])
+
+
+def test_a_reset_is_kept_while_the_offsets_of_other_queues_are_stored(embedded, ledger):
+    """The listener leaves the offsets to the commit timer, which stores one queue after the other."""
+    send(embedded)
+    stores, may_continue, is_reset, got = threading.Event(), threading.Event(), threading.Event(), []
+
+    def intercept(statement: str) -> None:
+        if statement.startswith("UPDATE pyrocket_offsets") and len(got) >= 100 and not stores.is_set():
+            stores.set()
+            may_continue.wait(WAIT_S)
+
+    def listen(messages: list[Message]) -> None:
+        if is_reset.is_set():
+            raise RuntimeError("not again yet")
+        got.extend(messages)
+
+    with (
+        offsets_driven(ledger, intercept) as offsets,
+        ThreadPoolExecutor() as pool,
+        consuming_own(embedded, ledger, listen, offsets, commit_interval_s=0.3) as (consumer, _),
+    ):
+        while not stores.wait(1):
+            for each in range(4):
+                embedded.send(TOPIC, b"more", queue_id=each)
+        is_reset.set()
+        resetting = pool.submit(consumer.reset_offsets, TOPIC, "earliest")
+        time.sleep(0.3)
+        may_continue.set()
+        assert set(resetting.result(WAIT_S).values()) == {0}
+        time.sleep(0.5)
+        assert [ledger.offset(queue_id=each) for each in range(4)] == [0] * 4
 
 
 def test_a_recorded_reset_is_followed_once(embedded, ledger, admin):
