@@ -30,10 +30,10 @@ from pyrocket_consumer.protocol.command import (
 )
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import PropertyName, decode_messages, parse_offset_message_id
+from pyrocket_consumer.testing.config import LONGEST_TOPIC, TopicConfig, is_system_topic, name_defect
 from pyrocket_consumer.testing.membership import Member
 from pyrocket_consumer.testing.node import Connection, Handlers, Refused
 from pyrocket_consumer.testing.offsets import search_offset
-from pyrocket_consumer.testing.topics import LONGEST_TOPIC, TopicConfig, is_system_topic, name_defect
 
 if TYPE_CHECKING:
     from pyrocket_consumer.testing.broker import Broker

@@ -13,7 +13,7 @@ from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.frame import ACCESS_KEY, SIGNATURE, RemotingCommand, signature
 from pyrocket_consumer.protocol.ids import UniqueIds, encode_host
 from pyrocket_consumer.testing.admin_requests import AdminRequests
-from pyrocket_consumer.testing.config import BrokerConfig, Release, Timing
+from pyrocket_consumer.testing.config import BrokerConfig, Release, Timing, Topics, name_defect
 from pyrocket_consumer.testing.intake import Intake, Transactions
 from pyrocket_consumer.testing.membership import Members, Membership, QueueLocks
 from pyrocket_consumer.testing.message_store import MessageStore
@@ -21,7 +21,6 @@ from pyrocket_consumer.testing.node import Clock, Connection, Node, Refused, Tim
 from pyrocket_consumer.testing.offsets import ConsumerOffsets, OffsetRequests
 from pyrocket_consumer.testing.pulls import Pulls
 from pyrocket_consumer.testing.sends import Sends
-from pyrocket_consumer.testing.topics import Topics, name_defect
 
 _UNIQUE_KEY_QUERY = "_UNIQUE_KEY_QUERY"
 _SIGNS_WITHOUT_UNTIL = 399

@@ -25,13 +25,20 @@ from pyrocket_consumer.config import (
 from pyrocket_consumer.errors import ConfigError, RequestTimeout
 from pyrocket_consumer.protocol.message import Message, PropertyName
 from pyrocket_consumer.testing.broker import Broker
-from pyrocket_consumer.testing.config import DEFAULT_RELEASE, LONGEST_S, BrokerConfig, Release, Timing
+from pyrocket_consumer.testing.config import (
+    DEFAULT_RELEASE,
+    LONGEST_S,
+    READ_WRITE,
+    BrokerConfig,
+    Release,
+    Timing,
+    TopicConfig,
+)
 from pyrocket_consumer.testing.embedded_node import EmbeddedBroker, EmbeddedNameServer
 from pyrocket_consumer.testing.messages import Feed, Sent, check_body, make_properties
 from pyrocket_consumer.testing.name_server import NameServer
 from pyrocket_consumer.testing.node import Clock
 from pyrocket_consumer.testing.server import Changes, Server, describe
-from pyrocket_consumer.testing.topics import READ_WRITE, TopicConfig
 from pyrocket_consumer.text import safe_repr
 from pyrocket_consumer.transport.io_thread import IoThread
 

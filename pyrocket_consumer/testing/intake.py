@@ -17,6 +17,7 @@ from pyrocket_consumer.protocol.command import CheckTransactionStateHeader, EndT
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import PropertyName, StoredMessage
 from pyrocket_consumer.protocol.subscription import tag_hash
+from pyrocket_consumer.testing.config import CHECKED_TOO_OFTEN_TOPIC, HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC
 from pyrocket_consumer.testing.message_store import (
     AppendResult,
     properties_of,
@@ -25,7 +26,6 @@ from pyrocket_consumer.testing.message_store import (
     write_record,
 )
 from pyrocket_consumer.testing.node import Clock, Connection, Handlers, Refused
-from pyrocket_consumer.testing.topics import CHECKED_TOO_OFTEN_TOPIC, HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC
 
 if TYPE_CHECKING:
     from pyrocket_consumer.testing.broker import Broker

@@ -21,9 +21,9 @@ from pyrocket_consumer.protocol.message import (
     encode_properties,
 )
 from pyrocket_consumer.protocol.properties import MAX_PROPERTIES_BYTES
+from pyrocket_consumer.testing.config import LONGEST_TOPIC, TopicConfig, name_defect, refuses_sends
 from pyrocket_consumer.testing.message_store import properties_of, read_record
 from pyrocket_consumer.testing.node import Connection, Handlers, Refused
-from pyrocket_consumer.testing.topics import LONGEST_TOPIC, TopicConfig, name_defect, refuses_sends
 
 if TYPE_CHECKING:
     from pyrocket_consumer.testing.broker import Broker
