@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests import shape
 
-MODULES, PROTOCOLS, TABLES = 197, 8, 6
+MODULES, PROTOCOLS, TABLES = 175, 8, 6
 
 
 def test_there_are_few_modules_protocols_and_tables():
