@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields
 from itertools import chain
+from math import isfinite
 from typing import Any, TypeVar
 
 import orjson
@@ -26,24 +27,52 @@ MAX_VALUES = 1_000_000
 """The most values in one text. A list of 20,000 groups, which fills a frame of 16 MiB, has 600,000."""
 
 _SMALL_CHARACTERS = 64 * 1024
+_MAX_ORJSON_VALUES = 50_000  # orjson holds the GIL for a whole text, so larger texts would block other threads
+_MAX_INTEGER_CHARACTERS = 20  # a Java long has at most 19 digits and a sign; longer numbers are floats, as in orjson
 
 _BYTE_ORDER_MARK = "\ufeff"
-_STRING = r'"(?:[^"\\]|\\.)*+"'
-_FLAT_OBJECT = rf'\{{(?:[^{{}}"]++|{_STRING})*+\}}'
-_OBJECT = rf'\{{(?:[^{{}}"]++|{_STRING}|{_FLAT_OBJECT})*+\}}'
-_WORD = r"[\w$.+-]++"
-_BARE_KEY = re.compile(
-    rf"(?P<key>-?[0-9]{{1,19}}|[A-Za-z_$][A-Za-z0-9_$]*+|{_OBJECT})(?=[ \t\r\n]*+:)"
-    rf'|(?:[ \t\r\n,:\[\]}}]++|{_STRING}|{_WORD}(?![ \t\r\n]*+:))++|".*|{_WORD}',
-    re.DOTALL,
+_SPACE = re.compile(r"[ \t\r\n]*")
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_WORD_KEY = re.compile(r"([A-Za-z_$][A-Za-z0-9_$]*)[ \t\r\n]*:")
+_NUMBER_KEY = re.compile(r"(-?[0-9]{1,19})[ \t\r\n]*:")
+_QUEUE_KEY = re.compile(  # the usual object key, matched at once
+    r'\{\s*"brokerName"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"queueId"\s*:\s*(-?[0-9]{1,10})\s*,'
+    r'\s*"topic"\s*:\s*"([^"\\\x00-\x1f]*)"\s*\}[ \t\r\n]*:'
 )
-"""Matches a key without quotes, or text up to the next such key or "{". Only keys have a group."""
+_STRING = json.JSONDecoder(strict=False)  # accepts raw control characters, as Java does
+_CONSTANTS = {"true": True, "false": False, "null": None}
 
-_LENIENT = json.JSONDecoder(strict=False)  # accepts raw control characters in strings, as Java does
+
+class ObjectKey(Mapping[str, Any]):
+    """A JSON object used as a key: a hashable mapping."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = dict(fields)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __eq__(self, other: object) -> bool:
+        return self._fields == other._fields if isinstance(other, ObjectKey) else NotImplemented
+
+    def __hash__(self) -> int:
+        scalars = [pair for pair in self._fields.items() if isinstance(pair[1], (str, int, float))]
+        return hash(frozenset(scalars))
+
+    def __repr__(self) -> str:
+        return f"ObjectKey({self._fields!r})"
 
 
 def loads(text: bytes | bytearray | memoryview | str) -> Any:
-    """Return the value of a JSON text. Keys that are numbers or objects become their text: "0", '{"topic":"T"}'.
+    """Return the value of a JSON text. Keys that are objects become ObjectKey, and unquoted numbers int.
 
     Whole numbers of up to 64 bits are exact. A byte order mark is skipped.
 
@@ -56,44 +85,39 @@ def loads(text: bytes | bytearray | memoryview | str) -> Any:
     if isinstance(text, memoryview):
         text = bytes(text)
     brackets = _count(text, "[") + _count(text, "{")
-    if len(text) > _SMALL_CHARACTERS and (values := brackets + _count(text, ",")) > MAX_VALUES:
+    values = brackets + _count(text, ",") if len(text) > _SMALL_CHARACTERS else 0
+    if values > MAX_VALUES:
         raise ProtocolError(f"JSON text of {values} values; at most {MAX_VALUES} are read")
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        value = _loads_dialect(text)
-    if brackets > MAX_DEPTH:
-        _check_depth(value)
-    return value
+    if values <= _MAX_ORJSON_VALUES:
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            pass  # the reader below accepts what only fastjson writes, and refuses the rest
+        else:
+            if brackets > MAX_DEPTH:
+                _check_depth(value)
+            return value
+    if not isinstance(text, str):
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolError(f"JSON text is not UTF-8: {error}") from error
+    return _Reader(text.removeprefix(_BYTE_ORDER_MARK)).document()
 
 
-def _loads_dialect(text: bytes | bytearray | str) -> Any:
-    """Read what only fastjson writes, and refuse the rest."""
-    try:
-        text = text if isinstance(text, str) else text.decode()
-    except UnicodeDecodeError as error:
-        raise ProtocolError(f"JSON text is not UTF-8: {error}") from error
-    return loads_lenient(_BARE_KEY.sub(_quoted, text.removeprefix(_BYTE_ORDER_MARK)))
-
-
-def loads_lenient(text: bytes | str) -> Any:
+def loads_lenient(text: bytes) -> Any:
     """Return the value of JSON with Java's strings, which may have control characters or half of a surrogate pair.
+
+    Keys must be strings, as in standard JSON, because `loads` is slower.
 
     Raises:
         ProtocolError: the text is not JSON.
     """
     try:
-        value = _LENIENT.decode(text if isinstance(text, str) else text.decode())
-        standard = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        standard = json.dumps(_STRING.decode(text.decode()), ensure_ascii=False, allow_nan=False)
         return orjson.loads(standard.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"not JSON: {error!s:.200}") from None
-    except RecursionError:
-        raise _too_deep() from None
-
-
-def _quoted(found: re.Match[str]) -> str:
-    return json.dumps(found["key"]) if found["key"] else found[0]
 
 
 def _count(text: bytes | bytearray | str, sign: str) -> int:
@@ -116,8 +140,142 @@ def _too_deep() -> ProtocolError:
     return ProtocolError(f"JSON nested deeper than {MAX_DEPTH} levels")
 
 
+class _Reader:
+    """A recursive reader. Only `_object` differs from RFC 8259."""
+
+    __slots__ = ("_index", "_text")
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._index = 0
+
+    def document(self) -> Any:
+        value = self._value(0)
+        self._skip_space()
+        if self._index < len(self._text):
+            raise self._error("more text follows the value")
+        return value
+
+    def _error(self, what: str) -> ProtocolError:
+        near = self._text[self._index : self._index + 40]
+        where = f"near {near!r}" if near else "at its end"
+        return ProtocolError(f"not JSON at character {self._index}, {where}: {what}")
+
+    def _skip_space(self) -> str:
+        """Skip white space and return the next character, "" at the end."""
+        text, index = self._text, self._index
+        if index < len(text) and text[index] in " \t\r\n":
+            found = _SPACE.match(text, index)
+            assert found is not None
+            self._index = index = found.end()
+        return text[index : index + 1]
+
+    def _skip_if(self, wanted: str) -> bool:
+        if self._skip_space() == wanted:
+            self._index += 1
+            return True
+        return False
+
+    def _value(self, depth: int) -> Any:
+        first = self._skip_space()
+        if first == '"':
+            return self._string()
+        if first == "{":
+            return self._object(depth)
+        if first == "[":
+            return self._array(depth)
+        number = _NUMBER.match(self._text, self._index)
+        if number:
+            return self._number(number)
+        for word, value in _CONSTANTS.items():
+            if self._text.startswith(word, self._index):
+                self._index += len(word)
+                return value
+        raise self._error("a value is wanted")
+
+    def _number(self, found: re.Match[str]) -> int | float:
+        text = found.group()
+        value: int | float
+        if len(text) <= _MAX_INTEGER_CHARACTERS and text.removeprefix("-").isdecimal():
+            value = int(text)
+        else:
+            value = float(text)
+            if not isfinite(value):
+                raise self._error("a number is too large")
+        self._index = found.end()
+        return value
+
+    def _string(self) -> str:
+        value: str
+        try:
+            value, self._index = _STRING.raw_decode(self._text, self._index)
+        except ValueError as error:
+            raise self._error(f"a string is broken ({error})") from None
+        if value.isascii():
+            return value
+        # Java strings may contain half of a surrogate pair. Replace it, because Python cannot encode it.
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _array(self, depth: int) -> list[Any]:
+        self._enter(depth)
+        values: list[Any] = []
+        if self._skip_if("]"):
+            return values
+        while True:
+            values.append(self._value(depth + 1))
+            if self._skip_if("]"):
+                return values
+            if not self._skip_if(","):
+                raise self._error("',' or ']' is wanted")
+
+    def _object(self, depth: int) -> dict[Any, Any]:
+        self._enter(depth)
+        values: dict[Any, Any] = {}
+        if self._skip_if("}"):
+            return values
+        while True:
+            key = self._key(depth)
+            values[key] = self._value(depth + 1)
+            if self._skip_if("}"):
+                return values
+            if not self._skip_if(","):
+                raise self._error("',' or '}' is wanted")
+
+    def _enter(self, depth: int) -> None:
+        if depth >= MAX_DEPTH:
+            raise self._error(f"nested deeper than {MAX_DEPTH} levels")
+        self._index += 1
+
+    def _key(self, depth: int) -> str | int | ObjectKey:
+        """Read a key and the ':' after it."""
+        first = self._skip_space()
+        key: str | ObjectKey
+        if first == "{":
+            usual = _QUEUE_KEY.match(self._text, self._index)
+            if usual:
+                self._index = usual.end()
+                broker_name, queue_id, topic = usual.groups()
+                return ObjectKey({"brokerName": broker_name, "queueId": int(queue_id), "topic": topic})
+            key = ObjectKey(self._object(depth + 1))
+        elif first == '"':
+            key = self._string()
+        else:
+            bare = _NUMBER_KEY.match(self._text, self._index)
+            word = None if bare else _WORD_KEY.match(self._text, self._index)
+            if bare:
+                self._index = bare.end()
+                return int(bare[1])
+            if word:
+                self._index = word.end()
+                return word[1]
+            raise self._error("a key is wanted")
+        if not self._skip_if(":"):
+            raise self._error("':' is wanted")
+        return key
+
+
 def dumps(value: Any) -> bytes:
-    """Return `value` as compact JSON. A MessageQueue becomes an object, also as a key; int keys stay unquoted.
+    """Return `value` as compact JSON. MessageQueue and ObjectKey become objects, also as keys; int keys stay unquoted.
 
     Every Java client and server reads this. They do not read a JSON string in place of an object key.
 
@@ -140,7 +298,7 @@ def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
         before = b"{"
         for key, item in value.items():
             yield before
-            yield _key_text(key)
+            yield _key_text(key, depth)
             yield b":"
             yield from _pieces(item, depth + 1)
             before = b","
@@ -156,12 +314,14 @@ def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
         yield orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATACLASS)
 
 
-def _key_text(key: Any) -> bytes:
+def _key_text(key: Any, depth: int) -> bytes:
     if isinstance(key, MessageQueue):
         return _queue_object(key)
+    if isinstance(key, ObjectKey):
+        return b"".join(_pieces(key, depth + 1))
     if isinstance(key, (str, int)):
         return orjson.dumps(key)
-    raise TypeError(f"a JSON key is text, a whole number or a MessageQueue, not {key!r}")
+    raise TypeError(f"a JSON key is text, a whole number, a MessageQueue or an ObjectKey, not {key!r}")
 
 
 def _queue_object(queue: MessageQueue) -> bytes:
@@ -181,7 +341,7 @@ class JsonObject:
     __slots__ = ("_fields", "_what")
 
     def __init__(self, value: object, what: str) -> None:
-        if not isinstance(value, dict):
+        if not isinstance(value, (dict, ObjectKey)):
             raise ProtocolError(f"{what}: an object is wanted, not {_short(value)}")
         self._fields: Mapping[Any, Any] = value
         self._what = what
@@ -281,7 +441,7 @@ def read_text(value: object, name: str, what: str) -> str:
 
 
 def read_queue(value: object, what: str) -> MessageQueue:
-    """Read a queue from an object, or from a key, which is the text of an object."""
+    """Read a queue from an object, or from the text of an object, which some clients write as a key."""
     if isinstance(value, str):
         value = loads(value)
     found = JsonObject(value, what)
