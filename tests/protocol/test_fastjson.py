@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -245,3 +246,12 @@ def test_standard_json_reads_as_in_the_standard_library(value, ascii_only):
     slow = "{0:" + text + "}"  # the non-standard key requires the slow reader
     assert loads(text) == json.loads(text)
     assert loads(slow) == {0: json.loads(text)}
+
+
+@for_each("text", [b"{1:" + b"~" * (16 << 20), b"{" + b"a " * (8 << 20)], ids=["one word", "many words"])
+def test_a_large_text_that_is_not_json_is_refused_soon(text):
+    """Another thread's heartbeats would wait for the interpreter meanwhile."""
+    began = time.thread_time()
+    with pytest.raises(ProtocolError):
+        loads(text)
+    assert time.thread_time() - began < 1
