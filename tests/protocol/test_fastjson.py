@@ -248,7 +248,11 @@ def test_standard_json_reads_as_in_the_standard_library(value, ascii_only):
     assert loads(slow) == {0: json.loads(text)}
 
 
-@for_each("text", [b"{1:" + b"~" * (16 << 20), b"{" + b"a " * (8 << 20)], ids=["one word", "many words"])
+@for_each(
+    "text",
+    [b"{1:" + b"~" * (16 << 20), b"{" + b"a " * (8 << 20), b"{" + b"a:" * (8 << 20)],
+    ids=["word", "words", "keys"],
+)
 def test_a_large_text_that_is_not_json_is_refused_soon(text):
     """Another thread's heartbeats would wait for the interpreter meanwhile."""
     began = time.thread_time()

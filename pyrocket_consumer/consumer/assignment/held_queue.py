@@ -355,6 +355,8 @@ class HeldQueue:
                 await self._parts.commits.overwrite(self.commit, target)
                 return True
             except OffsetStoreError as error:
+                if context.closing:  # the store may be closed already, and no memory remains
+                    return False
                 self._report_memory_only(error)
                 return True
             except Fenced:

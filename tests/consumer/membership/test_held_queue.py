@@ -16,7 +16,7 @@ from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts
 from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
-from pyrocket_consumer.errors import RequestTimeout
+from pyrocket_consumer.errors import OffsetStoreError, RequestTimeout
 from pyrocket_consumer.model import MessageQueue
 from tests.for_each import for_each
 
@@ -36,6 +36,7 @@ class Member(Commits):
         self.stored: list[int] = []
         self.store_gate, self.log_gate = asyncio.Event(), asyncio.Event()
         self.calls = 0
+        self.is_store_closed = False
         self.pulled_from: list[int] = []
         calls = SimpleNamespace(running=lambda window: self.calls, forget=id, resume_calls=id)
         parts: Any = QueueParts(self.parent, self, calls, None, Counts(), self, self.open)  # type: ignore[arg-type]
@@ -67,6 +68,8 @@ class Member(Commits):
         raise NotImplementedError
 
     async def overwrite(self, record: Any, offset: int) -> None:
+        if self.parent.closing and self.is_store_closed:
+            raise OffsetStoreError("the offset store is not open")
         record.offset = offset
         await self.persist([record])
         if not self.store_gate.is_set():
@@ -246,6 +249,14 @@ async def test_a_queue_that_is_wanted_again_while_its_call_runs_begins_soon(lost
         await member.end_task
         assert member.queue.state is C, "the end of the former window does not end this one"
         assert member.queue.window.may_consume()
+
+
+async def test_a_reset_that_finds_the_store_closed_is_not_acknowledged():
+    member = Member()
+    await member.reach(C)
+    await member_closes(member)
+    member.is_store_closed = True
+    assert await move(member) is False
 
 
 async def test_late_acknowledgements_change_nothing_after_a_step():
