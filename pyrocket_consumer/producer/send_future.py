@@ -259,12 +259,15 @@ class SendFuture(Future[T]):
         """
         if not callable(fn):
             raise TypeError(f"fn={safe_repr(fn)} is not callable; pass a function of the future, not its return value")
-        callbacks: deque[Callable[[], object]] = self.__dict__.setdefault("_callbacks", deque())
-        callbacks.append(partial(fn, self))
-        self.outcome.add_observer(partial(self._callback_thread.call_soon, partial(self._run_callbacks, callbacks)))
+        self.__dict__.setdefault("_callbacks", deque()).append(partial(fn, self))
+        self.outcome.add_observer(self._schedule_callbacks)  # it is there once, however often it is added
 
-    def _run_callbacks(self, callbacks: deque[Callable[[], object]]) -> None:
+    def _schedule_callbacks(self) -> None:
+        self._callback_thread.call_soon(self._run_callbacks)
+
+    def _run_callbacks(self) -> None:
         """Run the callbacks in the order in which they were added, each once."""
+        callbacks: deque[Callable[[], object]] = self.__dict__["_callbacks"]
         with contextlib.suppress(IndexError):
             while True:
                 call = callbacks.popleft()
