@@ -82,7 +82,7 @@ def test_importing_is_quick(tmp_path):
     assert (imported - bare) / slowness() < 0.1
 
 
-OPTIONAL = {"django", "lz4", "numpy", "pyarrow", "pyspark", "rocketmq", "sqlalchemy", "zstandard"}
+OPTIONAL = {"django", "lz4", "numpy", "pyarrow", "pyspark", "rich", "rocketmq", "sqlalchemy", "zstandard"}
 NEVER = {"decimal", "email", "http", "multiprocessing", "sqlite3", "unittest", "urllib.request", "xml", *OPTIONAL}
 
 

@@ -32,7 +32,6 @@ from pyrocket_consumer.cli.streams import (
 )
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, ProtocolError
-from pyrocket_consumer.model import MessageModel, MessageQueue, Subscription
 from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import escape_controls
 
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from pyrocket_consumer.cli.topic_tail import TopicTailer
     from pyrocket_consumer.cluster import Cluster
     from pyrocket_consumer.consumer import ConsumeResult, PushConsumer, Suspend
+    from pyrocket_consumer.model import MessageModel, MessageQueue, Subscription
     from pyrocket_consumer.protocol.message import Message
 
 _EXAMPLES = """\
@@ -285,6 +285,7 @@ async def _check_model(cluster: Cluster, options: argparse.Namespace) -> None:
     Its online members show that, or else a recorded reset, as for `offsets show`.
     """
     from pyrocket_consumer.cluster.admin_relay import fetch_group_members
+    from pyrocket_consumer.model import MessageModel
 
     names = {data.broker_name for data in (await cluster.routes.get(options.topic, refresh=True)).queues}
     addresses = {
@@ -343,6 +344,7 @@ def _print(messages: Iterable[Message], printer: Printer) -> None:
 
 
 def _subscription(options: argparse.Namespace) -> Subscription:
+    from pyrocket_consumer.model import Subscription
     from pyrocket_consumer.protocol.subscription import SQL92, check_expression, parse_subscription
 
     check_topic(options.topic)
@@ -372,6 +374,8 @@ async def _open_tailer(cluster: Cluster, options: argparse.Namespace, subscripti
 
 
 async def _queues(cluster: Cluster, options: argparse.Namespace) -> list[MessageQueue]:
+    from pyrocket_consumer.model import MessageQueue
+
     existing = (await cluster.routes.get(options.topic, refresh=True)).consume_queues()
     if not options.queue:
         return existing
