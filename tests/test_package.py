@@ -125,6 +125,18 @@ def test_each_extra_is_used():
     assert set(metadata["options.extras_require"]) == made | shown | named
 
 
+@for_each(
+    "extra, package",
+    [("cli", "rich"), ("lz4", "lz4"), ("sql", "sqlalchemy"), ("zstd", "zstandard"), ("spark", "pyarrow")],
+)
+def test_the_product_imports_the_package_of_each_extra(extra, package):
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    assert package in metadata["options.extras_require"][extra].lower()
+    sources = (file.read_text() for file in (ROOT / "pyrocket_consumer").rglob("*.py"))
+    assert any(re.search(rf"^\s*(from|import) {package}\b", source, re.MULTILINE) for source in sources)
+
+
 def test_the_version_is_the_one_of_the_metadata():
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
