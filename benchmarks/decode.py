@@ -272,7 +272,7 @@ class Package:
 
     def window(self, messages: Any, data: bytes) -> Any:
         """Return a window with the messages, all of them unfinished."""
-        window = self.process_queue.ProcessQueue(QUEUE, 1, messages[0].queue_offset, self.process_queue.Limits())
+        window = self.process_queue.ProcessQueue(QUEUE, messages[0].queue_offset, self.process_queue.Limits())
         window.put(messages, messages[-1].queue_offset + 1, len(data))
         return window
 

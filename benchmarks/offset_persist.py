@@ -448,7 +448,7 @@ def measure_bookkeeping(base: Path) -> dict[str, float]:
         for size in (32, 1):
             costs = []
             for _ in range(40):
-                window = ProcessQueue(queue, 1, 0, Limits(), on_edge=update)
+                window = ProcessQueue(queue, 0, Limits(), on_edge=update)
                 decoded = decode_messages(body, queue)
                 window.put(decoded, messages, len(body))
                 chunks = [decoded[at : at + size] for at in range(0, messages, size)]

@@ -16,13 +16,12 @@ def window_of(
     count: int = 1,
     queue: MessageQueue = QUEUE,
     *,
-    epoch: int = 1,
     first: int = 0,
     on_edge: Callable[[MessageQueue, int], None] | None = None,
     record: Callable[[int], dict[str, Any]] = lambda offset: {},
 ) -> tuple[ProcessQueue, list[Message]]:
     """Return a window that holds `count` messages, and these messages; `record` sets special values of each."""
-    window = ProcessQueue(queue, epoch, first, Limits(), on_edge=on_edge)
+    window = ProcessQueue(queue, first, Limits(), on_edge=on_edge)
     usual = {"topic": queue.topic, "body": b"x"}
     stored = [StoredMessage(**{**usual, "queue_offset": at, **record(at)}) for at in range(first, first + count)]
     data = b"".join(map(encode_message, stored))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -47,7 +46,6 @@ class Assignments:
         self._counts = counts
         self._parts = QueueParts(context, commits, calls, locks, counts, StartOffsets(context, commits), self._open)
         self._queues: dict[MessageQueue, HeldQueue] = {}
-        self._epochs = itertools.count(1)
         self._limits: dict[str, tuple[Limits, int]] = {}
         self._budgets: dict[str, MemoryBudget] = {}  # by topic, or one for all
         self._woken: deque[HeldQueue] = deque()
@@ -171,7 +169,6 @@ class Assignments:
         limits, batch = self._limits_of(queue.topic)
         window = ProcessQueue(
             queue,
-            next(self._epochs),
             offset,
             limits,
             lambda window: self._wake(held),

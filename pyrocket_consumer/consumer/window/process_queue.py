@@ -232,14 +232,13 @@ class Lease:
 class ProcessQueue:
     """The unfinished messages of one queue, from one start offset until the queue moves or ends.
 
-    The I/O thread puts messages, and workers acknowledge them. A queue that moves or begins again gets a new window;
-    `epoch` distinguishes them. `drop` ends the listener calls, and `fence` the acknowledgements.
+    The I/O thread puts messages, and workers acknowledge them. A queue that moves or begins again gets a new window.
+    `drop` ends the listener calls, and `fence` the acknowledgements.
     """
 
     def __init__(
         self,
         queue: MessageQueue,
-        epoch: int,
         offset: int,
         limits: Limits,
         wake: Callable[[ProcessQueue], None] = lambda window: None,
@@ -255,7 +254,6 @@ class ProcessQueue:
         an update cannot interleave.
         """
         self.queue = queue
-        self.epoch = epoch
         self.limits = limits
         self.budget = budget or MemoryBudget()
         self.lease = lease or Lease(clock)
@@ -281,7 +279,7 @@ class ProcessQueue:
 
     def __repr__(self) -> str:
         state = "fenced" if self.fenced else "dropped" if self.dropped else "open"
-        return f"ProcessQueue({self.queue}, epoch={self.epoch}, {state}, unfinished={self._count})"
+        return f"ProcessQueue({self.queue}, {state}, unfinished={self._count})"
 
     # --- the end
 

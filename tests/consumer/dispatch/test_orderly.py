@@ -84,9 +84,9 @@ class Serving:
         self.service = OrderedService(context, lambda is_async, reports: self.fake_workers, reports)
         self.begins(count)
 
-    def begins(self, count, epoch=1):
+    def begins(self, count):
         """Begin a period of the queue with `count` messages."""
-        self.window, self.messages = window_of(count, epoch=epoch)
+        self.window, self.messages = window_of(count)
         self.window.listener_time_s = 1e-6
 
     def ends(self):
@@ -189,7 +189,7 @@ async def test_a_new_period_waits_for_the_call_of_the_former_one():
     serving.fake_workers.begin()
     serving.ends()
     running, former = serving.service.running, serving.window
-    serving.begins(3, epoch=2)
+    serving.begins(3)
     serving.dispatch(Listener.of(one))
     assert len(serving.fake_workers.chunks) == 1
     assert (running(former), running(serving.window), running()) == (1, 1, 1), "its next owner waits for it, too"
@@ -208,7 +208,7 @@ async def test_a_new_period_does_not_repeat_messages_of_the_former_one(result):
     serving.dispatch(Listener.of(one))
     serving.fake_workers.begin()
     serving.ends()
-    serving.begins(2, epoch=2)
+    serving.begins(2)
     serving.dispatch(Listener.of(one))
     await serving.fake_workers.finish(result)
     assert serving.fake_workers.begin() == [0, 1]

@@ -160,7 +160,7 @@ class Pulling:
         self.host = host or Host()
         self.edges: list[int] = []
         on_edge = lambda queue, offset: self.edges.append(offset)  # noqa: E731
-        self.window = ProcessQueue(QUEUE, 1, start, Limits(**limits), lambda window: self.wake(), on_edge=on_edge)
+        self.window = ProcessQueue(QUEUE, start, Limits(**limits), lambda window: self.wake(), on_edge=on_edge)
         host = self.host
         host.config.pull_hold_s = hold_s
         self.pull_loop = PullLoop(host, host.deliver, host, self.window, start, BATCH, read_ahead=read_ahead)

@@ -94,7 +94,7 @@ class Member(Commits):
     def open(self, held: HeldQueue, offset: int, lease: Any) -> tuple[ProcessQueue, Any]:
         pulls = SimpleNamespace(pulls=0, pull_time_s=0.0, pulled=0, moves=0, stop=lambda: None)
         pulls.pull = lambda: self.pulled_from.append(offset)
-        return ProcessQueue(QUEUE, 1, offset, Limits(), lease=lease), pulls
+        return ProcessQueue(QUEUE, offset, Limits(), lease=lease), pulls
 
     # steps
 

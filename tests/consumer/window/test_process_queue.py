@@ -33,7 +33,7 @@ class Edges(list):
 def started_window(
     offset: int, edges: Edges | None = None, budget: MemoryBudget | None = None, **limits: int
 ) -> ProcessQueue:
-    return ProcessQueue(QUEUE, 1, offset, Limits(**limits), on_edge=edges, budget=budget)
+    return ProcessQueue(QUEUE, offset, Limits(**limits), on_edge=edges, budget=budget)
 
 
 def put(window: ProcessQueue, *offsets: int) -> list[Message]:
@@ -70,7 +70,7 @@ def filled(budget: MemoryBudget | None = None, **limits: int) -> ProcessQueue:
 
 def test_a_window_is_woken_once_when_it_has_space():
     woken: list[ProcessQueue] = []
-    window = ProcessQueue(QUEUE, 1, 0, Limits(messages=2), woken.append)
+    window = ProcessQueue(QUEUE, 0, Limits(messages=2), woken.append)
     first, second = put(window, 0, 1)
     assert not window.may_pull(1)
     window.ack([first])
@@ -97,7 +97,7 @@ class Sharing:
         self.budget = budget or MemoryBudget(limit)
         self.woken: list[int] = []
         queues = (MessageQueue("orders", "a", number) for number in range(count))
-        self.windows = [ProcessQueue(each, 1, 0, Limits(), self.wake, budget=self.budget) for each in queues]
+        self.windows = [ProcessQueue(each, 0, Limits(), self.wake, budget=self.budget) for each in queues]
 
     def wake(self, window: ProcessQueue) -> None:
         self.woken.append(window.queue.queue_id)
@@ -223,7 +223,7 @@ async def test_a_window_continues_when_others_have_freed_memory():
 async def test_a_window_with_space_but_without_memory_waits_for_bytes():
     woken: list[ProcessQueue] = []
     budget = MemoryBudget(1000, asyncio.get_running_loop())
-    window = ProcessQueue(QUEUE, 1, 0, Limits(messages=2), woken.append, budget=budget)
+    window = ProcessQueue(QUEUE, 0, Limits(messages=2), woken.append, budget=budget)
     _, second = put(window, 0, 1)
     assert not window.may_pull(1, 100), "two are there"
     budget.add(900)
