@@ -342,7 +342,7 @@ class EmbeddedCluster:
                     "the embedded cluster runs in the process that started it, not in this forked one; "
                     "create clients here that connect to its name_server"
                 )
-            if not self._thread.is_running:
+            if self._thread.has_ended:
                 raise RuntimeError("the embedded cluster was closed; make a new one")
         except RuntimeError:
             coroutine.close()

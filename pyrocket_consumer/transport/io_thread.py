@@ -216,9 +216,9 @@ class IoThread:
         self.call_soon(thread.start)
 
     @property
-    def is_running(self) -> bool:
-        """Whether the thread has begun and has not ended."""
-        return self._claim.locked() and not self.loop.is_closed()
+    def has_ended(self) -> bool:
+        """Whether the thread has ended, or never runs. It has not while it begins."""
+        return self.loop.is_closed()
 
     @property
     def is_current(self) -> bool:

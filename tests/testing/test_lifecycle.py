@@ -10,10 +10,12 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 
 import pytest
 
+from pyrocket_consumer import Admin, Producer
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import sign
@@ -55,6 +57,25 @@ def test_a_killed_broker_may_lose_unflushed_commits(lose: bool) -> None:
         assert client.wait_closed() == "reset"
         broker.start()
         assert broker.committed("G", "T") == {0: 1 if lose else 2}
+
+
+@pytest.mark.live
+def test_a_cluster_and_clients_start_although_their_threads_begin_late() -> None:
+    def wait(*event: object) -> None:
+        """Delay a new thread, as a busy machine does."""
+        sys.setprofile(None)
+        time.sleep(0.05)
+
+    threading.setprofile(wait)
+    try:
+        with EmbeddedCluster() as cluster:
+            cluster.create_topic("T")
+            with Producer("late", name_server=cluster.name_server) as producer:
+                sent = producer.send("T", b"late")
+            with Admin(name_server=cluster.name_server) as admin:
+                assert sent.queue in admin.topic_offsets("T")
+    finally:
+        threading.setprofile(None)
 
 
 def test_commits_are_flushed_by_time() -> None:
