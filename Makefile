@@ -35,7 +35,7 @@ locked: | .venv/bin/python
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick pythons test proof pure system-packages java check hooks changelog docs docs-serve pictures audit lock oldest wheel demo spark-demo bench compare soak fuzz hostile spark-soak spark-versions spark-connect clean
+.PHONY: help quick pythons test proof search releases real-time coverage pure system-packages java check hooks changelog docs docs-serve pictures audit lock oldest wheel demo spark-demo bench compare soak fuzz hostile spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## print this list
@@ -56,10 +56,20 @@ pythons: .venv/.test .venv/uv/bin/uv  ## run the unit tests on the other Pythons
 test: .venv/.test  ## run all tests; with Java and Maven also Spark, and the oldest and newest real broker (ARGS='-k offsets --real=none')
 	$(RUN)/python -m pytest -q -n auto $(ARGS)
 
-proof: .venv/.test  ## run all tests on all releases, all random search, unit tests in real time, and branch coverage, in over an hour (ARGS='-k offsets')
-	$(RUN)/python -m coverage erase
-	COVERAGE_PROCESS_START=setup.cfg PYROCKET_TRIALS=1 $(RUN)/python -m coverage run -m pytest -q -n auto --real=all $(ARGS)
+proof: search releases real-time coverage  ## run these four, in over an hour; make -k proof continues after a failure
+
+search: .venv/.test  ## run all of the random search, in half an hour (ARGS='-k clustering')
+	PYROCKET_TRIALS=1 $(RUN)/python -m pytest -q -n auto -m search --real=none -o faulthandler_timeout=0 $(ARGS)
+
+releases: .venv/.test  ## run all other tests, on all broker releases, in half an hour (ARGS='-k offsets')
+	PYROCKET_TRIALS=1 $(RUN)/python -m pytest -q -n auto -m 'not search' --real=all $(ARGS)
+
+real-time: .venv/.test  ## run the unit tests with real threads, sockets and sleeps (ARGS='-k offsets')
 	$(RUN)/python -m pytest -q -n auto -m unit --real=none --real-time $(ARGS)
+
+coverage: .venv/.test  ## report the branches of the product that the unit tests reach (ARGS='-k offsets')
+	$(RUN)/python -m coverage erase
+	COVERAGE_PROCESS_START=setup.cfg PYROCKET_LIMIT_S=60 $(RUN)/python -m coverage run -m pytest -q -n auto -m unit --real=none $(ARGS)
 	$(RUN)/python -m coverage combine -q
 	$(RUN)/python -m coverage report
 

@@ -110,7 +110,7 @@ def test_drop_in_measures_the_facade_and_the_library_below(measured, cluster):
     rounds = found["rounds"]
     assert set(rounds) == {"consume", "read", "send", "raising"}
     assert all(set(sides) == {"facade", "api"} for sides in rounds.values())
-    assert {(each["raised"], each["came_again"]) for (each,) in rounds["raising"].values()} == {(16, 16)}
+    assert {(each["raised"], each["redelivered"]) for (each,) in rounds["raising"].values()} == {(16, 16)}
     assert "consume: CPU ÷ api" in printed
 
 

@@ -9,9 +9,12 @@ crash_points: Counter[str] = Counter()
 """The number of checked crashes of a store, by kind of operation."""
 
 
+USUAL = "0.05"
+
+
 def factor() -> str:
     """Return the factor in PYROCKET_TRIALS."""
-    return os.environ.get("PYROCKET_TRIALS", "0.05")
+    return os.environ.get("PYROCKET_TRIALS", USUAL)
 
 
 def trials(default: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.speed import slowness
-from tests.trials import factor, trials
+from tests.trials import USUAL, factor, trials
 from tests.virtual import virtual_time
 from tests.virtual.scheduler import Scheduler
 
@@ -27,7 +27,13 @@ COSTS = {
     "search": "looks for mistakes at random; PYROCKET_TRIALS says how long",
 }
 LIMIT_S = float(os.environ.get("PYROCKET_LIMIT_S", "2"))
-"""The most time of a test without `slow`, at the usual speed: CPU time, or waiting time while the machine was idle."""
+"""The most time of a test without `slow`, at the usual speed: CPU time, or waiting time while the machine was idle.
+
+More random trials than usual may take longer.
+"""
+
+SEARCH_S = 300
+"""A random search with the usual trials hangs if it takes longer; one with all trials may take ten times as long."""
 
 FEWEST = 25
 """The fewest examples of a test with hypothesis."""
@@ -81,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("unit")
         elif item.get_closest_marker("unit") is not None:
             item.stash[_wrong] = f"marked unit and {cost}; keep one"
+        if cost == "search":
+            item.add_marker(pytest.mark.timeout(SEARCH_S * max(1.0, 10 * float(factor()))))
         if any(not mark.args for mark in item.iter_markers("slow")):
             item.stash[_wrong] = 'marked slow without a reason; say why: slow("starts a server")'
     if deselected := [item for item in items if _is_deselected(item)]:
@@ -156,7 +164,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     taken_s = item.stash.get(_taken, 0.0)
     waits = cost_of(item) in ("real", "search") or (cost_of(item) == "unit" and item.config.getoption("--real-time"))
-    may_be_slow = waits or item.get_closest_marker("slow") is not None
+    may_be_slow = waits or item.get_closest_marker("slow") is not None or float(factor()) > float(USUAL)
     is_long = call.when == "call" and report.passed and taken_s > LIMIT_S and not may_be_slow
     if is_long and (usual_s := taken_s / slowness()) > LIMIT_S:
         report.outcome = "failed"

@@ -93,6 +93,5 @@ def run(folder: Path, *command: str, sanitized: bool = False) -> subprocess.Comp
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
     )

@@ -22,7 +22,7 @@ def simulate(*arguments: str, module: str = "tests.simulation") -> subprocess.Co
     """Run a command."""
     command = [sys.executable, "-W", "error", "-m", module, *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}  # otherwise the process restarts itself
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def parse_options(parser: argparse.ArgumentParser, has_log: bool = True) -> argparse.Namespace:
