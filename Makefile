@@ -56,7 +56,7 @@ pythons: .venv/.test .venv/uv/bin/uv  ## run the unit tests on the other Pythons
 test: .venv/.test  ## run all tests; with Java and Maven also Spark, and the oldest and newest real broker (ARGS='-k offsets --real=none')
 	$(RUN)/python -m pytest -q -n auto $(ARGS)
 
-proof: search releases real-time coverage  ## run these four, in over an hour; make -k proof continues after a failure
+proof: search releases real-time coverage  ## run these four, in over an hour; make proof -k continues after a failure
 
 search: .venv/.test  ## run all of the random search, in half an hour (ARGS='-k clustering')
 	PYROCKET_TRIALS=1 $(RUN)/python -m pytest -q -n auto -m search --real=none -o faulthandler_timeout=0 $(ARGS)

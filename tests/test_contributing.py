@@ -36,6 +36,7 @@ def names_of(block: str) -> dict[str, Any]:
 VIRTUAL, HAZARD = blocks(PAGE, "python")
 
 
+@pytest.mark.virtual
 def test_the_example_of_virtual_time_runs(rocketmq_cluster):
     names_of(VIRTUAL)["test_an_idle_consumer_receives_a_message_an_hour_later"](rocketmq_cluster)
 

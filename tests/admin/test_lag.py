@@ -330,6 +330,7 @@ def test_the_shell_reports_missing_brokers_and_exits_with_3(pair, capsys, what):
     assert "broker-b is missing: " in capsys.readouterr().err
 
 
+@pytest.mark.virtual
 def test_a_thousand_queues_of_slow_brokers_are_read_concurrently():
     with administered() as (cluster, admin):
         cluster.create_topic("T", queues=1000)

@@ -358,7 +358,7 @@ def test_a_start_during_a_waiting_shutdown_makes_a_new_consumer(cluster, topic, 
 def test_a_callback_may_shut_down_a_starting_consumer(cluster, topic):
     callback = ShutsDown(topic)
     with hold_start(cluster, topic), client(callback.consumer, cluster):
-        assert callback.has_shut_down.is_set()
+        assert callback.has_shut_down.wait(WAIT_S)
         callback.may_end.set()
     assert consumed(cluster, topic) == 1
 

@@ -120,15 +120,14 @@ def test_a_task_that_raises_system_exit_stops_no_other_task(io, error):
 def test_the_thread_calls_on_end_last():
     ended = threading.Event()
     thread = IoThread(on_end=ended.set)
-    assert not thread.is_running
+    assert not thread.has_ended
     thread.start()
-    assert thread.is_running
+    assert not thread.has_ended
     assert thread.run(give(1), 30)[0] == 1
     assert not ended.is_set()
     thread.stop()
     assert ended.wait(30)
-    assert thread.loop.is_closed()
-    assert not thread.is_running
+    assert thread.has_ended
 
 
 def test_a_hanging_executor_thread_does_not_delay_the_end(io):

@@ -238,8 +238,8 @@ class HeldQueue:
                 await self._unlock()
                 return False
             offset, origin = await self._parts.starts.find(commit, is_new)
-            recorded = self.resets.recorded
-            if commit.claim is not None and recorded is not None and recorded.epoch > commit.claim.reset_epoch:
+            claim, recorded = commit.claim, self.resets.recorded
+            if claim is not None and recorded is not None and recorded.epoch > claim.reset_epoch:
                 offset, origin = await self._follow_record(recorded), "recorded reset"
             if commit.claim is not None and not await self._parts.starts.may_begin(commit.claim, self.log_checks):
                 commits.forget(commit)
@@ -248,7 +248,7 @@ class HeldQueue:
             if is_wanted() and (origin != "stored" or offset == 0):  # brokers of 4.9 return 0 for "no offset"
                 storing = True
                 await self._store_start(offset)
-                if commit.claim is None and recorded is not None and recorded.epoch > commits.reset_epoch(commit):
+                if claim is None and recorded is not None and recorded.epoch > commits.reset_epoch(commit):
                     # the queue is new; store the epoch, so that no later owner follows this reset
                     await commits.apply_resets({commit: QueueReset(None, recorded.epoch)})
         except Fenced:  # another member began it first

@@ -103,7 +103,7 @@ def test_a_new_master_that_has_lost_messages_is_followed(embedded, broker, slave
         consumer.seen.wait_for(20)
         broker.kill()
         embedded.switch_master("broker-a")
-        until(lambda: slave.committed(GROUP, TOPIC) == {0: 15}, "the correction is stored")
+        until(lambda: slave.committed(GROUP, TOPIC) == {0: 15}, "the correction is stored", 60)
         orders.fill(3, 20)
         consumer.seen.wait_for(23)
         facts = consumer.events.wait_for("offset-corrected").facts

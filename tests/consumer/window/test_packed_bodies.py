@@ -87,6 +87,7 @@ def test_bodies_unpacked_at_once_stay_within_the_bound(orders, kind, how):
     assert peak[0] < 12 * MIB
 
 
+@pytest.mark.virtual  # in real time there is a body for each of twenty workers
 def test_a_body_is_not_kept_once_its_listener_has_returned(orders):
     """The first message is unfinished, so all others stay in the window although they are done."""
     send(orders.cluster, TOPIC, b"first")
