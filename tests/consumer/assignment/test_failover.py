@@ -98,12 +98,13 @@ def test_a_new_master_that_has_lost_messages_is_followed(embedded, broker, slave
     orders = Orders(embedded)
     with member(embedded, TOPIC, GROUP) as consumer:
         caught_up(orders, consumer, 15)
+        until(lambda: slave.max_offset(TOPIC, 0) == 15, "the slave has them")
         slave.pause_replication()
         orders.fill(5, 15)
         consumer.seen.wait_for(20)
         broker.kill()
         embedded.switch_master("broker-a")
-        until(lambda: slave.committed(GROUP, TOPIC) == {0: 15}, "the correction is stored", 60)
+        until(lambda: slave.committed(GROUP, TOPIC) == {0: 15}, "the correction is stored")
         orders.fill(3, 20)
         consumer.seen.wait_for(23)
         facts = consumer.events.wait_for("offset-corrected").facts
