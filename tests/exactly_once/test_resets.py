@@ -187,7 +187,7 @@ def test_a_reset_recorded_before_a_group_began_is_not_followed(embedded, ledger,
     for _ in range(2):
         with billing(embedded, ledger, consume_from="last") as (consumer, _):
             embedded.wait_until(lambda one=consumer: len(one.progress()) == 5)
-            time.sleep(2)
+            time.sleep(2)  # messages that are consumed again would be booked
     assert ledger.rows() == []
 
 
