@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import concurrent.futures
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,46 +41,54 @@ class GroupProgress:
         self._cluster = cluster
         self._group = group
         self._check_interval_s = check_interval_s
+        # All of these are used by the I/O thread alone.
         self._seen: dict[MessageQueue, int | None] = {}  # the brokers' offsets after the last request
-        self._wanted: Mapping[MessageQueue, int] = {}
         self._published: dict[MessageQueue, int] = {}
+        self._waiting: dict[str, dict[MessageQueue, int]] = {}  # by broker, the offsets to publish next
+        self._running: dict[str, asyncio.Task[None]] = {}  # by broker, so that none waits for another
         self._refused: frozenset[MessageQueue] = frozenset()
         self._checked_at = 0.0
         self._warned_at: dict[str, float] = {}
-        self._running: dict[str, concurrent.futures.Future[None]] = {}  # by broker, so that none waits for another
 
     def publish(self, positions: Mapping[MessageQueue, int]) -> None:
-        """Publish `positions` in the background; return at once. Later ones replace these.
+        """Publish `positions` in the background; return at once. Positions that still wait are replaced.
 
         Requests go to all brokers at once, but to one broker one after the other. Two first commits of a topic at the
         same time can make a broker lose one of them.
         """
-        self._wanted = positions
-        now = time.monotonic()
-        check_all = now - self._checked_at >= self._check_interval_s
-        if positions == self._published and not check_all:
-            return
-        if check_all:
-            self._checked_at = now
-        by_broker: dict[str, dict[MessageQueue, int]] = {}
-        for queue in sorted(positions):
-            if check_all or positions[queue] != self._published.get(queue):
-                by_broker.setdefault(queue.broker_name, {})[queue] = positions[queue]
-        for name, some in by_broker.items():
-            if name not in self._running or self._running[name].done():
-                self._running[name] = self._cluster.submit(self._publish_at(name, some))
+        self._cluster.submit(self._publish(positions))
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the last positions are published, at most `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
-        while self._running:
-            concurrent.futures.wait(self._running.values(), max(0.0, deadline - time.monotonic()))
-            if self._published == self._wanted or time.monotonic() >= deadline:
-                return
-            self._running = {name: each for name, each in self._running.items() if not each.done()}
-            self.publish(self._wanted)
+        """Wait until all positions are published, at most `timeout_s` seconds."""
+        flushed = self._cluster.submit(self._flush())
+        with suppress(TimeoutError):
+            flushed.result(timeout_s)
+        flushed.cancel()
 
-    async def _publish_at(self, name: str, positions: Mapping[MessageQueue, int]) -> None:
+    async def _publish(self, positions: Mapping[MessageQueue, int]) -> None:
+        now = time.monotonic()
+        check_all = now - self._checked_at >= self._check_interval_s
+        if check_all:
+            self._checked_at = now
+        for queue in sorted(positions):
+            name, position = queue.broker_name, positions[queue]
+            if check_all or position != self._published.get(queue) or queue in self._waiting.get(name, ()):
+                self._waiting.setdefault(name, {})[queue] = position
+        for name in self._waiting.keys() - self._running.keys():
+            self._running[name] = asyncio.create_task(self._publish_at(name))
+
+    async def _flush(self) -> None:
+        while self._running:
+            await asyncio.wait(self._running.values())
+
+    async def _publish_at(self, name: str) -> None:
+        try:
+            while positions := self._waiting.pop(name, None):
+                await self._publish_some(name, positions)
+        finally:
+            del self._running[name]
+
+    async def _publish_some(self, name: str, positions: Mapping[MessageQueue, int]) -> None:
         moved = list[str]()
         for queue, position in positions.items():
             try:
@@ -88,7 +97,7 @@ class GroupProgress:
                 log.debug("group=%s queue=%s progress was not published reason=%s", self._group, queue, error)
                 if isinstance(error, (ConnectError, RequestTimeout)):
                     break  # the other queues would fail in the same way
-        self._published = {**self._published, **positions}
+        self._published.update(positions)
         now = time.monotonic()
         if moved and now - self._warned_at.get(name, -_WARNING_INTERVAL_S) >= _WARNING_INTERVAL_S:
             self._warned_at[name] = now

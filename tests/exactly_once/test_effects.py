@@ -1,6 +1,8 @@
 """A listener's effect and its offset commit together, or neither does."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import create_engine, event, text
@@ -9,6 +11,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from pyrocket_consumer import ConsumeResult, Retry, Suspend
 from pyrocket_consumer.errors import ConfigError, Fenced
 from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.testing import Gate
 from tests.consuming import WAIT_S, consuming
 from tests.exactly_once.booking import billing, booked_once, consumed, failing, refused, send, until_all, until_at
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, INSERT, TOPIC, ledger_in, once, row
@@ -40,6 +44,23 @@ def test_offsets_are_published_to_the_broker_and_never_read_there(embedded, ledg
     with billing(embedded, ledger):
         embedded.wait_until(lambda: len(ledger.rows()) >= 20)
     assert {offset for _, _, offset in ledger.rows()} == {20, 21, 22, 23, 24}
+
+
+@pytest.mark.databases("sqlite")
+def test_the_last_offset_is_published_at_close_after_an_earlier_one(embedded, ledger):
+    """When the consumer is closed, the broker has not yet answered an earlier commit."""
+    gate = Gate()
+    embedded.broker("broker-a").on(RequestCode.UPDATE_CONSUMER_OFFSET, gate)
+    send(embedded, ["0"], queues=1)
+    with ThreadPoolExecutor() as threads, billing(embedded, ledger) as (consumer, _):
+        gate.wait_held()
+        embedded.send(TOPIC, b"1")
+        until_all(embedded, ledger, ["0", "1"])
+        closing = threads.submit(consumer.close)
+        time.sleep(0.5)  # the consumer publishes the second offset meanwhile
+        gate.open()
+        closing.result()
+    assert embedded.committed(GROUP, TOPIC) == {0: 2}
 
 
 def test_an_exception_of_a_listener_rolls_everything_back(embedded, ledger, events):

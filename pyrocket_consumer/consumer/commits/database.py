@@ -283,7 +283,10 @@ class DatabaseCommits(Commits, ClaimHolder):
         return failed
 
     async def _publish(self, records: Iterable[CommitRecord], until: float | None) -> None:
-        """Commit the offsets to the brokers, for tools. Ignore failures, because members read only the database."""
+        """Commit the offsets to the brokers, for tools. Ignore failures, because members read only the database.
+
+        While earlier offsets are sent, it does nothing. With `until`, it waits for those first, and for its own.
+        """
         publishing = []
         for record in records:
             if (claim := record.claim) is not None and not claim.lost:
@@ -292,6 +295,8 @@ class DatabaseCommits(Commits, ClaimHolder):
                 record.published.offset = max(record.published.offset or 0, claim.stored)
             if record.published is not None:
                 publishing.append(record.published)
+        if self._publishing is not None and until is not None:
+            await wait_for_all([self._publishing], until)
         if self._publishing is None or self._publishing.done():
             self._publishing = self._loop.create_task(self._published.persist(publishing))
             self._publishing.add_done_callback(consume_exception)
@@ -310,8 +315,7 @@ class DatabaseCommits(Commits, ClaimHolder):
 
     async def release(self, record: CommitRecord) -> None:
         failed = await self.persist([record])
-        if self._publishing is not None:
-            await wait_for_all([self._publishing], self._loop.time() + 1.0)
+        await self._publish([record], self._loop.time() + 1.0)
         self.forget(record)
         for error in failed.values():
             raise error
