@@ -47,10 +47,13 @@ def test_search(): pass
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n")
+
+    for name in [name for name in os.environ if name.startswith("PYROCKET_")]:
+        monkeypatch.delenv(name)
 
     def pytest_(*arguments):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *arguments]
