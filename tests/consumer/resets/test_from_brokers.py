@@ -556,6 +556,6 @@ def test_a_queue_that_is_given_up_is_reset(orders, how):
         if how == "revoked":
             until(lambda: QUEUE in other.progress(), "it has begun")
             assert other.progress()[QUEUE].start_offset == 1
-        other.close()
         until(lambda: not held(consumer, TOPIC), "given up")
+        other.close()  # after that, `consumer` may have the queue again
         orders.wait_committed(1 if how == "unsubscribed" else 4)
