@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import concurrent.futures
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,7 @@ class GroupProgress:
     def flush(self, timeout_s: float) -> None:
         """Wait until all positions are published, at most `timeout_s` seconds."""
         flushed = self._cluster.submit(self._flush())
-        with suppress(TimeoutError):
-            flushed.result(timeout_s)
+        concurrent.futures.wait([flushed], timeout_s)
         flushed.cancel()
 
     async def _publish(self, positions: Mapping[MessageQueue, int]) -> None:
