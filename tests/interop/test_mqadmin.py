@@ -92,7 +92,7 @@ def test_consumer_status(either_cluster, java, topic, names):
     assert min(pull_rt, pull_tps, ok_tps, failed_tps) > 0
     assert failed_in_hour == 4
     assert "pyrocket-io" in ours
-    assert "_run_once" in ours
+    assert "in run_forever" in ours
 
 
 def test_consumer_status_shows_the_settings(real_cluster, java, mqadmin, topic, names):

@@ -303,9 +303,11 @@ def _format_stacks() -> str:
     """Return the call stack of each thread, last call first: file, line and function, without source and values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks, size = list[str](), 0
-    for ident, frame in sys._current_frames().items():
-        calls = islice(traceback.walk_stack(frame), MAX_STACK_FRAMES)
-        lines = [f"  {each.f_code.co_filename}:{line} in {each.f_code.co_name}" for each, line in calls]
+    frames = sys._current_frames()
+    # Read all before formatting any. The threads run meanwhile, and a call that returns no longer has a caller.
+    calls = {ident: list(islice(traceback.walk_stack(frame), MAX_STACK_FRAMES)) for ident, frame in frames.items()}
+    for ident, stack in calls.items():
+        lines = [f"  {each.f_code.co_filename}:{line} in {each.f_code.co_name}" for each, line in stack]
         stacks.append("\n".join([str(names.get(ident, ident)), *lines, ""]))
         size += len(stacks[-1])
         if size > MAX_STACK_CHARACTERS:
