@@ -56,12 +56,12 @@ pythons: .venv/.test .venv/uv/bin/uv  ## run the unit tests on the other Pythons
 test: .venv/.test  ## run all tests; with Java and Maven also Spark, and the oldest and newest real broker (ARGS='-k offsets --real=none')
 	$(RUN)/python -m pytest -q -n auto $(ARGS)
 
-proof: search releases real-time coverage  ## run these four, in about two hours; make proof -k continues after a failure
+proof: search releases real-time coverage  ## run these four, in about 75 minutes; make proof -k continues after a failure
 
 search: .venv/.test  ## run all of the random search, in 20 minutes (ARGS='-k clustering')
 	PYROCKET_TRIALS=1 $(RUN)/python -m pytest -q -n auto -m search --real=none -o faulthandler_timeout=0 $(ARGS)
 
-releases: .venv/.test  ## run all other tests, on all broker releases, in about an hour (ARGS='-k offsets')
+releases: .venv/.test  ## run all other tests, on all broker releases, in 25 minutes (ARGS='-k offsets')
 	PYROCKET_TRIALS=1 $(RUN)/python -m pytest -q -n auto -m 'not search' --real=all $(ARGS)
 
 real-time: .venv/.test  ## run the unit tests with real threads, sockets and sleeps (ARGS='-k offsets')
