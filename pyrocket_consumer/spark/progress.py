@@ -44,6 +44,7 @@ class GroupProgress:
         # All of these are used by the I/O thread alone.
         self._seen: dict[MessageQueue, int | None] = {}  # the brokers' offsets after the last request
         self._published: dict[MessageQueue, int] = {}
+        self._latest: Mapping[MessageQueue, int] = {}
         self._waiting: dict[str, dict[MessageQueue, int]] = {}  # by broker, the offsets to publish next
         self._running: dict[str, asyncio.Task[None]] = {}  # by broker, so that none waits for another
         self._refused: frozenset[MessageQueue] = frozenset()
@@ -69,10 +70,12 @@ class GroupProgress:
         check_all = now - self._checked_at >= self._check_interval_s
         if check_all:
             self._checked_at = now
+        elif positions == self._latest:
+            return
         for queue in sorted(positions):
-            name, position = queue.broker_name, positions[queue]
-            if check_all or position != self._published.get(queue) or queue in self._waiting.get(name, ()):
-                self._waiting.setdefault(name, {})[queue] = position
+            if check_all or positions[queue] != self._latest.get(queue):
+                self._waiting.setdefault(queue.broker_name, {})[queue] = positions[queue]
+        self._latest = positions
         for name in self._waiting.keys() - self._running.keys():
             self._running[name] = asyncio.create_task(self._publish_at(name))
 

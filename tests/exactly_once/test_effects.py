@@ -63,6 +63,24 @@ def test_the_last_offset_is_published_at_close_after_an_earlier_one(embedded, le
     assert embedded.committed(GROUP, TOPIC) == {0: 2}
 
 
+@pytest.mark.databases("sqlite")
+def test_queues_that_are_given_up_together_publish_their_last_offsets(embedded, ledger):
+    gate = Gate()
+    embedded.broker("broker-a").on(RequestCode.UPDATE_CONSUMER_OFFSET, gate)
+    send(embedded, BODIES[:4])
+    with ThreadPoolExecutor() as threads, billing(embedded, ledger) as (consumer, _):
+        gate.wait_held()
+        for body in BODIES[4:8]:
+            embedded.send(TOPIC, body.encode())
+        until_all(embedded, ledger, BODIES[:8])
+        ending = threads.submit(consumer.unsubscribe, TOPIC)
+        time.sleep(0.5)
+        gate.open()
+        ending.result()
+        embedded.wait_until(lambda: not held(consumer, TOPIC))
+        assert embedded.committed(GROUP, TOPIC) == dict.fromkeys(range(4), 2)
+
+
 def test_an_exception_of_a_listener_rolls_everything_back(embedded, ledger, events):
     book = failing(ledger, *[ValueError("not now")] * 3)
     booked_once(embedded, ledger, book, queues=1, on_event=events)

@@ -33,18 +33,22 @@ def embedded() -> Iterator[EmbeddedCluster]:
 
 
 @contextmanager
-def progress_of(cluster: EmbeddedCluster, *, flush: bool = True) -> Iterator[Callable[[dict[MessageQueue, int]], None]]:
-    """Yield a function that publishes positions and waits for that, if `flush`. It checks the group each time."""
-    options = parse_source({"nameServer": cluster.name_server, "subscribe": "orders"}, streaming=True)
-    with closing(BrokerOffsets(options)) as broker_offsets:
-        progress = GroupProgress(broker_offsets.cluster, "app", check_interval_s=0)
+def progress_of(cluster: EmbeddedCluster) -> Iterator[Callable[[dict[MessageQueue, int]], None]]:
+    """Yield a function that publishes positions and waits for that. It checks the group each time."""
+    with progress_every(cluster, 0) as progress:
 
         def publish(positions: dict[MessageQueue, int]) -> None:
             progress.publish(positions)
-            if flush:
-                progress.flush(30)
+            progress.flush(30)
 
         yield publish
+
+
+@contextmanager
+def progress_every(cluster: EmbeddedCluster, check_interval_s: float) -> Iterator[GroupProgress]:
+    options = parse_source({"nameServer": cluster.name_server, "subscribe": "orders"}, streaming=True)
+    with closing(BrokerOffsets(options)) as broker_offsets:
+        yield GroupProgress(broker_offsets.cluster, "app", check_interval_s=check_interval_s)
 
 
 def reset(cluster: EmbeddedCluster) -> None:
@@ -117,14 +121,28 @@ def test_publishing_delays_no_batch(embedded, started_run):
 def test_offsets_of_a_batch_that_ends_while_others_are_published_follow_at_once(embedded):
     gate = Gate()
     embedded.broker("broker-a").on(RequestCode.QUERY_CONSUMER_OFFSET, gate)
-    with progress_of(embedded, flush=False) as publish:
-        publish({Q0: 1})
+    with progress_every(embedded, 3600) as progress:
+        progress.publish({Q0: 1})
         gate.wait_held(timeout_s=30)
-        publish({Q0: 2, Q1: 1})
-        publish({Q0: 3, Q1: 1})
+        progress.publish({Q0: 2, Q1: 1})
+        progress.publish({Q0: 3, Q1: 1})
         gate.open()
         wait_until(embedded, {0: 3, 1: 1})
     assert len(embedded.broker("broker-a").requests(RequestCode.UPDATE_CONSUMER_OFFSET)) == 3
+
+
+def test_a_query_that_goes_back_while_offsets_are_published_is_followed(embedded):
+    with progress_every(embedded, 3600) as progress:
+        progress.publish({Q0: 1})
+        progress.flush(30)
+        gate = Gate()
+        embedded.broker("broker-a").on(RequestCode.QUERY_CONSUMER_OFFSET, gate)
+        progress.publish({Q0: 3})
+        gate.wait_held(timeout_s=30)
+        progress.publish({Q0: 1})
+        gate.open()
+        progress.flush(30)
+    assert embedded.committed("app", "orders")[0] == 1
 
 
 def test_a_reset_of_the_group_is_logged_once_and_ignored(embedded, started_run, caplog):

@@ -285,7 +285,8 @@ class DatabaseCommits(Commits, ClaimHolder):
     async def _publish(self, records: Iterable[CommitRecord], until: float | None) -> None:
         """Commit the offsets to the brokers, for tools. Ignore failures, because members read only the database.
 
-        While earlier offsets are sent, it does nothing. With `until`, it waits for those first, and for its own.
+        With `until`, return when they are committed, at that time at the latest. Without it, return at once, and do
+        nothing while earlier offsets are sent.
         """
         publishing = []
         for record in records:
@@ -295,13 +296,11 @@ class DatabaseCommits(Commits, ClaimHolder):
                 record.published.offset = max(record.published.offset or 0, claim.stored)
             if record.published is not None:
                 publishing.append(record.published)
-        if self._publishing is not None and until is not None:
-            await wait_for_all([self._publishing], until)
-        if self._publishing is None or self._publishing.done():
+        if until is not None:
+            await self._published.persist(publishing, until=until)
+        elif self._publishing is None or self._publishing.done():
             self._publishing = self._loop.create_task(self._published.persist(publishing))
             self._publishing.add_done_callback(consume_exception)
-        if until is not None:
-            await wait_for_all([self._publishing], until)
 
     async def is_consumed(self, claim: Claim, offset: int) -> bool:
         """Return whether a message that is to be given up has its effect nevertheless.
